@@ -1,0 +1,45 @@
+# `make demo` and `make test` need python3 (3.11 or newer) with pip, and nothing else: both create .venv first.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed-dev-demo
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test format install clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(STAMP)  ## train a small network on embedded data, prune it by every method, compare (under a minute)
+	@echo "==> sosp demo"
+	@$(BIN)/sosp demo
+
+test: $(STAMP)  ## format check, lint, types, tests
+	@echo "==> ruff format --check"
+	@$(BIN)/ruff format --check .
+	@echo "==> ruff check"
+	@$(BIN)/ruff check .
+	@echo "==> mypy"
+	@$(BIN)/mypy
+	@echo "==> pytest"
+	@$(BIN)/python -m pytest
+
+format: $(STAMP)  ## rewrite the code as `make test` wants it
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+install: $(STAMP)  ## only create .venv
+
+# The stamp makes this run once, and again when what is to be installed changes.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than Python 3.11; name another one: make PYTHON=python3.12 ..."; exit 1; }
+	@test -x $(BIN)/python || { echo "==> creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "==> installing sosp[dev,demo] into $(VENV), versions from constraints.txt (a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
+	@touch $@
+
+clean:  ## remove .venv, caches and build results
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,196 @@
+"""Derivatives of the loss in the gates: gradient, Hessian times vector, full Hessian; and in single weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from sosp import jets
+from sosp.data import Chunk
+from sosp.errors import DifferentiationError
+from sosp.jets import Jet
+from sosp.losses import per_example
+from sosp.passes import (
+    Problem, Sums, Terms, average, collect, derivative, example_tensor, first_that_works, jet_gates, leaves, losses_of,
+    plain_gates,
+)  # fmt: skip
+from sosp.progress import track
+
+LARGEST_HESSIAN = 2**14
+
+# First order, and the Hessian times a vector -------------------------------------------------------------------------
+
+
+def gradient(problem: Problem) -> Terms:
+    """``dL/dg``: what the loss loses, to first order, as each structure goes."""
+    step = first_that_works({"jets": _gradient_jets, "autograd": _gradient_plain})
+    count, (first,) = average(problem, "gradient", lambda chunk: step(problem, chunk))
+    assert first is not None
+    return Terms(count, first)
+
+
+def hessian_vector(problem: Problem, direction: Tensor | None = None) -> Terms:
+    """``dL/dg`` and ``H d``; d is all ones unless given, which is SOSP-H's ``theta_s . H theta_struc``."""
+    d = torch.ones(len(problem.structures)) if direction is None else direction
+    step = first_that_works(HESSIAN_WAYS)
+    count, (first, second) = average(problem, "Hessian-vector product", lambda chunk: step(problem, chunk, d))
+    assert first is not None
+    return Terms(count, first, second)
+
+
+def full_hessian(problem: Problem) -> Terms:
+    """``d²L / dg dg``, (S, S): one Hessian-vector product per structure. The gold standard, at S times the cost."""
+    S = len(problem.structures)
+    if S > LARGEST_HESSIAN:
+        raise DifferentiationError(
+            f"method='exact' needs {S} Hessian-vector products and a {S} x {S} matrix; it is meant for at most "
+            f"{LARGEST_HESSIAN} structures. Use 'sosp-h' or 'sosp-i', or exclude layers."
+        )
+    step = first_that_works(HESSIAN_WAYS)
+    units = torch.eye(S)
+
+    def rows(chunk: Chunk) -> Sums:
+        found = [step(problem, chunk, unit) for unit in track(units, "full Hessian", S)]
+        # Moving one gate yields that gate's own first-order term: pick each from its own product.
+        return torch.stack([first[i] for i, (first, _) in enumerate(found)]), torch.stack([row for _, row in found])
+
+    count, (first, pairs) = average(problem, "examples", rows)
+    assert first is not None and pairs is not None
+    return Terms(count, first, pairs.sum(1), pairs)
+
+
+def _gradient_jets(problem: Problem, chunk: Chunk) -> Sums:
+    like = example_tensor(problem.model, chunk)
+    at = leaves(problem, like, None)
+    with jet_gates(problem, at):
+        loss = losses_of(problem, chunk)
+    value = loss.p if isinstance(loss, Jet) else loss
+    return (collect(problem, derivative(value.sum(), list(at.values)), like),)
+
+
+def _gradient_plain(problem: Problem, chunk: Chunk) -> Sums:
+    like = example_tensor(problem.model, chunk)
+    at = leaves(problem, like, None)
+    with plain_gates(problem, at.values):
+        loss = losses_of(problem, chunk)
+    return (collect(problem, derivative(loss.sum(), list(at.values)), like),)
+
+
+def _hessian_jets(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:
+    """One pass: from the tangent of the loss, ``d L'/d g = H d`` and ``d L'/d d = dL/dg``."""
+    like = example_tensor(problem.model, chunk)
+    at = leaves(problem, like, d)
+    with jet_gates(problem, at):
+        loss = losses_of(problem, chunk)
+    slope = loss.t if isinstance(loss, Jet) else None
+    if slope is None:
+        raise jets.Unsupported("no tangent reached the loss")
+    found = derivative(slope.sum(), [*at.values, *at.tangents])
+    half = len(at.values)
+    return collect(problem, found[half:], like), collect(problem, found[:half], like)
+
+
+def _hessian_forward_over_reverse(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:
+    like = example_tensor(problem.model, chunk)
+    at = leaves(problem, like, d)
+    values = [v.detach() for v in at.values]
+    tangents = [torch.zeros_like(v) if t is None else t.detach() for v, t in zip(values, at.tangents, strict=True)]
+
+    def slope(g: list[Tensor]) -> list[Tensor]:
+        def loss(g: list[Tensor]) -> Tensor:
+            with plain_gates(problem, g):
+                return losses_of(problem, chunk).sum()  # type: ignore[no-any-return]
+
+        return torch.func.grad(loss)(g)  # type: ignore[no-any-return]
+
+    first, second = torch.func.jvp(slope, (values,), (tangents,))
+    return collect(problem, first, like), collect(problem, second, like)
+
+
+def _hessian_double_backward(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:
+    like = example_tensor(problem.model, chunk)
+    at = leaves(problem, like, d)
+    with plain_gates(problem, at.values):
+        loss = losses_of(problem, chunk)
+    first = derivative(loss.sum(), list(at.values), create_graph=True)
+    along_d = [
+        (f * t.detach()).sum() for f, t in zip(first, at.tangents, strict=True) if f is not None and t is not None
+    ]
+    second: list[Tensor | None] = [None] * len(first)
+    moved = torch.stack(along_d).sum() if along_d else None
+    if moved is not None and moved.requires_grad:
+        second = derivative(moved, list(at.values))
+    return collect(problem, [None if f is None else f.detach() for f in first], like), collect(problem, second, like)
+
+
+HESSIAN_WAYS = {
+    "jets": _hessian_jets,
+    "forward over reverse": _hessian_forward_over_reverse,
+    "double backward": _hessian_double_backward,
+}
+
+
+# Single weights: a gate of its own on every parameter -----------------------------------------------------------------
+
+
+def weight_terms(problem: Problem, second_order: bool) -> Terms:
+    """``theta_i dL/dtheta_i`` and ``theta_i (H theta)_i`` for every single weight i."""
+    ways = {
+        "forward over reverse": _weights_forward_over_reverse,
+        "double backward": _weights_double_backward,
+    }
+    step = first_that_works(ways if second_order else {"autograd": _weights_gradient})
+    count, sums = average(problem, "weights", lambda chunk: step(problem, chunk))
+    assert sums[0] is not None
+    return Terms(count, *sums)
+
+
+def _named_weights(problem: Problem) -> dict[str, Tensor]:
+    return {layer.name: problem.model.get_parameter(layer.name).detach() for layer in problem.structures.layers}
+
+
+def _loss_at(problem: Problem, chunk: Chunk) -> Callable[[dict[str, Tensor]], Tensor]:
+    """The summed loss as a function of the weights."""
+    inputs = chunk.inputs
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        keyed = isinstance(inputs, dict)
+        args = () if keyed else inputs if isinstance(inputs, tuple) else (inputs,)
+        outputs = functional_call(problem.model, weights, args, inputs if keyed else None)
+        return per_example(problem.loss, outputs, chunk).sum()
+
+    return loss
+
+
+def _times_theta(theta: dict[str, Tensor], slope: list[Tensor | None]) -> Tensor:
+    parts = [
+        t.new_zeros(t.numel()) if s is None else (t * s).flatten() for t, s in zip(theta.values(), slope, strict=True)
+    ]
+    return torch.cat(parts).double()
+
+
+def _weights_gradient(problem: Problem, chunk: Chunk) -> Sums:
+    theta = _named_weights(problem)
+    at = {name: w.clone().requires_grad_() for name, w in theta.items()}
+    return (_times_theta(theta, derivative(_loss_at(problem, chunk)(at), list(at.values()))),)
+
+
+def _weights_forward_over_reverse(problem: Problem, chunk: Chunk) -> Sums:
+    theta = _named_weights(problem)
+    slope = torch.func.grad(_loss_at(problem, chunk))
+    first, second = torch.func.jvp(slope, (theta,), (theta,))
+    return _times_theta(theta, list(first.values())), _times_theta(theta, list(second.values()))
+
+
+def _weights_double_backward(problem: Problem, chunk: Chunk) -> Sums:
+    theta = _named_weights(problem)
+    at = {name: w.clone().requires_grad_() for name, w in theta.items()}
+    first = derivative(_loss_at(problem, chunk)(at), list(at.values()), create_graph=True)
+    moved = sum((f * w).sum() for f, w in zip(first, theta.values(), strict=True) if f is not None)
+    second = (
+        derivative(moved, list(at.values())) if isinstance(moved, Tensor) and moved.requires_grad else [None] * len(at)
+    )
+    return _times_theta(theta, [None if f is None else f.detach() for f in first]), _times_theta(theta, second)

@@ -1,0 +1,192 @@
+"""Whatever the user calls data, as chunks of examples: inputs, targets, and where they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from sosp.errors import ArgumentError, DataError
+
+PAIR = 256  # examples per batch when the data is one pair of tensors
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some examples: what the model takes, what it should say, and the user's batch each one came from."""
+
+    inputs: Any  # a tensor, a tuple of them or a dict of keyword arguments; first dimension = example
+    targets: Any  # None where the batch is a dict without labels
+    origin: tuple[tuple[int, int], ...]  # (the user's batch, examples of it here), in order
+    keyed: bool = False  # a dict batch, Hugging Face style: the model may return its own loss
+
+    @property
+    def size(self) -> int:
+        return sum(n for _, n in self.origin)
+
+    def run(self, model: nn.Module) -> Any:
+        """The model's output on these inputs."""
+        if isinstance(self.inputs, Mapping):
+            return model(**self.inputs)
+        return model(*self.inputs) if isinstance(self.inputs, tuple) else model(self.inputs)
+
+    def where(self, row: int) -> str:
+        """Name example ``row`` as the user would: its batch and its place there."""
+        for batch, count in self.origin:
+            if row < count:
+                return f"example {row} of batch {batch}"
+            row -= count
+        return f"example {row}"
+
+    def rows(self, start: int, stop: int) -> Chunk:
+        """The examples ``start:stop``."""
+        cut = tree_map(lambda x: x[start:stop] if _by_example(x, self.size) else x, (self.inputs, self.targets))
+        origin, at = [], 0
+        for batch, count in self.origin:
+            inside = min(stop, at + count) - max(start, at)
+            if inside > 0:
+                origin.append((batch, inside))
+            at += count
+        return Chunk(*cut, origin=tuple(origin), keyed=self.keyed)
+
+
+def _by_example(x: Any, size: int) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == size
+
+
+def read(data: Any, examples: int | None, generator: torch.Generator | None) -> Iterator[Chunk]:
+    """The first ``examples`` examples of ``data``, batch by batch; of a pair of tensors, a random subset.
+
+    A loader's own order decides which examples are taken (shuffle it); a pair of tensors is often sorted by
+    class, so a subset is drawn with ``generator`` (by default the same one every time).
+    """
+    if examples is not None and (isinstance(examples, bool) or not isinstance(examples, int) or examples < 1):
+        raise ArgumentError(f"examples={examples!r} must be a positive whole number, or None for all the data.")
+    left = examples
+    for index, batch in enumerate(_batches(data, examples, generator)):
+        chunk = _chunk(batch, index)
+        if left is not None and chunk.size > left:
+            chunk = chunk.rows(0, left)
+        yield chunk
+        if left is not None:
+            left -= chunk.size
+            if left <= 0:
+                return
+
+
+def _batches(data: Any, examples: int | None, generator: torch.Generator | None) -> Iterable[Any]:
+    if (
+        isinstance(data, (tuple, list))
+        and len(data) == 2
+        and isinstance(data[1], Tensor)
+        and _leading(data[0]) is not None
+    ):
+        return _split_pair(*data, examples, generator)
+    if isinstance(data, Mapping):
+        return [data]
+    if isinstance(data, Tensor) or not isinstance(data, Iterable):
+        raise DataError(
+            f"data is a {type(data).__name__}; give a DataLoader, an iterable of (inputs, targets), "
+            "a pair of tensors (inputs, targets), or dict batches with 'labels'."
+        )
+    return data
+
+
+def _split_pair(inputs: Any, targets: Tensor, examples: int | None, generator: torch.Generator | None) -> Iterator[Any]:
+    total = targets.shape[0]
+    if _leading(inputs) != total:
+        raise DataError(f"the inputs hold {_leading(inputs)} examples and the targets {total}; give as many of each.")
+    order = torch.arange(total)
+    if examples is not None and examples < total:
+        generator = generator or torch.Generator().manual_seed(0)
+        order = torch.randperm(total, generator=generator, device=generator.device)[:examples].cpu().sort().values
+    for part in order.split(PAIR):
+        yield tree_map(lambda x, part=part: x[part.to(x.device)], (inputs, targets))
+
+
+def _leading(inputs: Any) -> int | None:
+    """How many examples the inputs hold: the first dimension of their first tensor."""
+    for x in tree_leaves(inputs):
+        if isinstance(x, Tensor) and x.dim() > 0:
+            return x.shape[0]
+    return None
+
+
+def _chunk(batch: Any, index: int) -> Chunk:
+    if isinstance(batch, Mapping):
+        return Chunk(dict(batch), batch.get("labels"), ((index, _count(batch, index)),), keyed=True)
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        inputs, targets = batch
+        inputs = tuple(inputs) if isinstance(inputs, list) else inputs
+        return Chunk(inputs, targets, ((index, _count(inputs, index)),))
+    raise DataError(
+        f"batch {index} is a {type(batch).__name__}"
+        + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+        + "; each batch must be (inputs, targets) or a dict of the model's keyword arguments with 'labels'."
+    )
+
+
+def _count(inputs: Any, index: int) -> int:
+    count = _leading(inputs)
+    if count is None:
+        raise DataError(f"batch {index} holds no tensor with examples along its first dimension.")
+    return count
+
+
+def rebatch(chunks: Iterable[Chunk], size: int) -> Iterator[Chunk]:
+    """The same examples in chunks of ``size``, so that neither tiny nor huge loader batches slow a pass down.
+
+    Dict batches stay as they are (their loss may be the model's own, a mean over the batch), unless too large.
+    """
+    held: list[Chunk] = []
+    for chunk in chunks:
+        if held and not _joinable(held[-1], chunk):
+            yield from _cut(_join(held), size)
+            held = []
+        held.append(chunk)
+        if chunk.keyed or sum(c.size for c in held) >= size:
+            *full, rest = _cut(_join(held), size)
+            yield from full
+            held = [rest]
+    if held:
+        yield from _cut(_join(held), size)
+
+
+def _cut(chunk: Chunk, size: int) -> list[Chunk]:
+    if chunk.size <= size:
+        return [chunk]
+    return [chunk.rows(i, min(i + size, chunk.size)) for i in range(0, chunk.size, size)]
+
+
+def _joinable(a: Chunk, b: Chunk) -> bool:
+    if a.keyed or b.keyed:
+        return False
+    flat_a, form_a = tree_flatten((a.inputs, a.targets))
+    flat_b, form_b = tree_flatten((b.inputs, b.targets))
+    return form_a == form_b and all(
+        _by_example(x, a.size) and _by_example(y, b.size) and x.shape[1:] == y.shape[1:] and x.device == y.device
+        for x, y in zip(flat_a, flat_b, strict=True)
+    )
+
+
+def _join(held: list[Chunk]) -> Chunk:
+    if len(held) == 1:
+        return held[0]
+    flat = [tree_flatten((c.inputs, c.targets)) for c in held]
+    joined = [torch.cat(parts) for parts in zip(*(leaves for leaves, _ in flat), strict=True)]
+    inputs, targets = tree_unflatten(joined, flat[0][1])
+    return Chunk(inputs, targets, tuple(o for c in held for o in c.origin))
+
+
+def check_device(chunk: Chunk, device: torch.device) -> None:
+    """The model and the data must be on one device: moving them is the user's choice."""
+    for x in tree_leaves((chunk.inputs, chunk.targets)):
+        if isinstance(x, Tensor) and x.device != device:
+            raise DataError(
+                f"batch {chunk.origin[0][0]} is on {x.device} and the model on {device}. "
+                f"Move the data (x.to({str(device)!r})) or the model (model.to({str(x.device)!r}))."
+            )

@@ -1,0 +1,51 @@
+"""What can go wrong, by name: every message says what was found and the way out."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class SospError(Exception):
+    """Anything this library refuses to do."""
+
+
+class ArgumentError(SospError, ValueError):
+    """An argument outside what the function takes."""
+
+
+class StructureError(SospError, ValueError):
+    """The model has nothing to prune there, or what was named does not exist."""
+
+
+class DataError(SospError, ValueError):
+    """The data is empty, of another shape or on another device than the model."""
+
+
+class LossError(SospError, ValueError):
+    """The loss is not a finite number per example, or not one the method can use."""
+
+
+class OutputError(SospError, TypeError):
+    """The model's output holds no logits that could be found."""
+
+
+class DifferentiationError(SospError, RuntimeError):
+    """The model cannot be differentiated as the method needs it."""
+
+
+class DisconnectedError(SospError, ValueError):
+    """The mask would cut the network in two."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def one_of(what: str, found: object, known: Iterable[str]) -> None:
+    """Refuse a name that is not in the list, with the list."""
+    names = list(known)
+    if found not in names:
+        raise ArgumentError(
+            f"{what}={found!r} is not known.{nearest(str(found), names)} Choose one of: {', '.join(names)}."
+        )

@@ -1,0 +1,263 @@
+"""The loss of each example, and the curvature of the loss in the network's outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sosp.data import Chunk
+from sosp.errors import ArgumentError, DataError, LossError, OutputError, one_of
+
+LossLike = str | Callable[[Any, Any], Tensor]
+NAMES = ("cross_entropy", "mse")
+IGNORED = -100  # torch's own ignore_index
+LARGEST_R = 2048  # outputs for which a dense output Hessian (outputs x outputs per example) is formed
+
+
+def check(loss: LossLike) -> None:
+    """Refuse what is neither a known name nor a function."""
+    if not callable(loss):
+        one_of("loss", loss, NAMES)
+
+
+def per_example(loss: LossLike, outputs: Any, chunk: Chunk) -> Tensor:
+    """One loss per example, (N,); a dict batch takes the model's own loss (a mean), once for each example."""
+    if chunk.keyed and not callable(loss):
+        own = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        if own is not None:
+            return _finite(own.mean().expand(chunk.size), chunk)
+        if chunk.targets is None:
+            raise DataError(
+                f"batch {chunk.origin[0][0]} is a dict without 'labels' and the model returned no loss. "
+                "Add 'labels' to the batches or give (inputs, targets) pairs."
+            )
+    if callable(loss):
+        values = loss(outputs, chunk.targets)
+    else:
+        values = {"cross_entropy": cross_entropy, "mse": squared}[loss](logits_of(outputs), chunk)
+    return _finite(_one_each(values, chunk), chunk)
+
+
+def _one_each(values: Any, chunk: Chunk) -> Tensor:
+    if not isinstance(values, Tensor):
+        raise LossError(
+            f"the loss returned a {type(values).__name__}; it must return a tensor with one loss per example."
+        )
+    if values.dim() == 0 or values.shape[0] != chunk.size:
+        raise LossError(
+            f"the loss returned shape {tuple(values.shape)} for {chunk.size} examples; it must return one loss per "
+            "example (use reduction='none')."
+        )
+    return values.flatten(1).sum(1) if values.dim() > 1 else values
+
+
+def _finite(values: Tensor, chunk: Chunk) -> Tensor:
+    bad = ~torch.isfinite(values.detach())
+    if bool(bad.any()):
+        row = int(torch.as_tensor(bad).nonzero()[0, 0])
+        raise LossError(
+            f"the loss of {chunk.where(row)} is {float(values.detach()[row])}; the saliency of every structure would be too. "
+            "Check that example, the labels and the weights (diverged training?)."
+        )
+    return values
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """The tensor of network outputs: the output itself, or where the usual containers keep it."""
+    if isinstance(outputs, Tensor):
+        return _real(outputs)
+    for key in ("logits", "out"):
+        found = outputs.get(key) if isinstance(outputs, Mapping) else getattr(outputs, key, None)
+        if isinstance(found, Tensor):
+            return _real(found)
+    if isinstance(outputs, (tuple, list)) and outputs and isinstance(outputs[0], Tensor):
+        return _real(outputs[0])
+    raise OutputError(
+        f"the model returns a {type(outputs).__name__} and no logits were found in it (looked for a tensor, .logits, "
+        "['logits'], ['out'], the first of a tuple). Give loss=a function of (outputs, targets) that returns one loss "
+        "per example, or wrap the model."
+    )
+
+
+def _real(logits: Tensor) -> Tensor:
+    if not logits.is_floating_point():
+        raise OutputError(
+            f"the model's output is of type {logits.dtype}; a loss cannot be differentiated through it. "
+            "Return the logits instead of the predicted classes."
+        )
+    return logits
+
+
+def cross_entropy(logits: Tensor, chunk: Chunk) -> Tensor:
+    """``-log softmax(f)_y`` of each example; with several positions (pixels, tokens), their mean."""
+    targets = chunk.targets
+    if not isinstance(targets, Tensor):
+        raise DataError(
+            f"cross_entropy needs a tensor of labels; batch {chunk.origin[0][0]} has a {type(targets).__name__}."
+        )
+    if targets.is_floating_point():
+        return F.cross_entropy(logits, targets, reduction="none")
+    logits = classes_second(logits, targets)
+    _check_labels(targets, logits.shape[1], chunk)
+    values = F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)
+    if values.dim() == 1:
+        return values
+    counted = (targets != IGNORED).flatten(1).sum(1).clamp_min(1)
+    return values.flatten(1).sum(1) / counted
+
+
+def classes_second(logits: Tensor, targets: Tensor | None) -> Tensor:
+    """(N, D, positions...) from (N, D, ...) or, as language models give it, (N, ..., D)."""
+    if targets is None or logits.dim() < 3 or (logits.shape[0], *logits.shape[2:]) == tuple(targets.shape):
+        return logits
+    if tuple(logits.shape[:-1]) == tuple(targets.shape):
+        return logits.movedim(-1, 1)
+    raise DataError(f"outputs of shape {tuple(logits.shape)} and labels of shape {tuple(targets.shape)} do not match.")
+
+
+def _check_labels(targets: Tensor, classes: int, chunk: Chunk) -> None:
+    if targets.dim() == 0 or targets.shape[0] != chunk.size:
+        raise DataError(
+            f"batch {chunk.origin[0][0]} has {chunk.size} examples and labels of shape {tuple(targets.shape)}."
+        )
+    wrong = (targets != IGNORED) & ((targets < 0) | (targets >= classes))
+    if bool(wrong.any()):
+        row = int(wrong.flatten(1).any(1).nonzero()[0]) if targets.dim() > 1 else int(wrong.nonzero()[0])
+        value = int(targets[wrong][0])
+        raise DataError(
+            f"the label of {chunk.where(row)} is {value}, but the model has {classes} outputs (labels 0 to "
+            f"{classes - 1}). Check the labels, or that this is the right model for the data."
+        )
+
+
+def squared(outputs: Tensor, chunk: Chunk) -> Tensor:
+    """``1/2 |f - y|^2`` of each example."""
+    targets = chunk.targets
+    if not isinstance(targets, Tensor) or targets.shape != outputs.shape:
+        found = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
+        raise DataError(f"mse needs targets of the outputs' shape {tuple(outputs.shape)}; found {found}.")
+    return 0.5 * (outputs - targets).pow(2).flatten(1).sum(1)
+
+
+# The curvature R_n of the loss in the outputs, as cotangents v with sum_v v v^T = R_n -----------------------------
+
+
+def factors(
+    loss: LossLike, outputs: Any, chunk: Chunk, classes: int | None, generator: torch.Generator | None
+) -> Iterator[Tensor]:
+    """Cotangents of the logits, each one backward pass, whose outer products sum to R_n for every example n."""
+    logits = logits_of(outputs).detach()
+    if callable(loss):
+        if classes is not None:
+            raise ArgumentError("classes= samples the labels of a cross-entropy; with another loss leave it out.")
+        yield from _dense_factors(loss, logits, chunk)
+    elif loss == "mse":
+        yield from _identity_factors(logits, classes, generator)
+    elif classes is None:
+        yield from _softmax_factors(*_probabilities(logits, chunk))
+    else:
+        yield from _sampled_labels(*_probabilities(logits, chunk), classes, generator)
+
+
+def _probabilities(logits: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """Softmax with the classes last (N, positions, D), the weight of each position, and the way back."""
+    targets = chunk.targets
+    labels = targets if isinstance(targets, Tensor) and not targets.is_floating_point() else None
+    moved = classes_second(logits, labels).movedim(1, -1)
+    last = logits.dim() > 2 and labels is not None and tuple(logits.shape[:-1]) == tuple(labels.shape)
+    p = moved.flatten(1, -2).softmax(-1) if moved.dim() > 2 else moved.softmax(-1).unsqueeze(1)
+    weight = p.new_ones(p.shape[:2]) / p.shape[1]
+    if labels is not None and labels.dim() > 1:
+        counted = (labels != IGNORED).flatten(1).to(p.dtype)
+        weight = counted / counted.sum(1, keepdim=True).clamp_min(1)
+
+    def back(v: Tensor) -> Tensor:
+        v = v.reshape(moved.shape)
+        return v if last or v.dim() == 2 else v.movedim(-1, 1)
+
+    return p, weight, back
+
+
+def _softmax_factors(p: Tensor, weight: Tensor, back: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    """``diag(p) - p p^T = B B^T`` with D - 1 columns ``sqrt(p_j) ((e_j - p) - c (e_D - p))``.
+
+    A = diag(sqrt p) - p sqrt(p)^T has A A^T = R and A sqrt(p) = 0: the reflection that turns sqrt(p) into the last
+    axis empties the last column, which saves one of D backward passes. c = sqrt(p_D) / (1 + sqrt(p_D)).
+    """
+    D = p.shape[-1]
+    root = p.sqrt()
+    c = root[..., -1:] / (1 + root[..., -1:])
+    for position in range(p.shape[1]):
+        here = weight.new_zeros(weight.shape)
+        here[:, position] = weight[:, position].sqrt()
+        for j in range(D - 1):
+            v = (c - 1) * p
+            v[..., j] += 1
+            v[..., -1] -= c[..., 0]
+            yield back(v * (root[..., j] * here).unsqueeze(-1))
+
+
+def _sampled_labels(
+    p: Tensor, weight: Tensor, back: Callable[[Tensor], Tensor], k: int, generator: torch.Generator | None
+) -> Iterator[Tensor]:
+    """Unbiased: with y ~ p, ``E[(p - e_y)(p - e_y)^T] = R``; k draws, each one backward pass."""
+    if not isinstance(k, int) or k < 1:
+        raise ArgumentError(f"classes={k!r} must be a positive whole number of sampled labels per example.")
+    generator = generator or torch.Generator(p.device).manual_seed(0)
+    flat = p.flatten(0, 1).to(generator.device)
+    drawn = torch.multinomial(flat, k, replacement=True, generator=generator).to(p.device)
+    scale = (weight / k).sqrt().unsqueeze(-1)
+    for i in range(k):
+        label = F.one_hot(drawn[:, i].view(p.shape[:2]), p.shape[-1]).to(p.dtype)
+        yield back((p - label) * scale)
+
+
+def _identity_factors(logits: Tensor, classes: int | None, generator: torch.Generator | None) -> Iterator[Tensor]:
+    """R = I: one unit vector per output, or random signs (``E[s s^T] = I``) when only some are asked for."""
+    shape, D = logits.shape, logits[0].numel()
+    if classes is None:
+        for j in range(D):
+            yield (
+                F.one_hot(torch.tensor(j, device=logits.device), D).to(logits.dtype).expand(shape[0], D).reshape(shape)
+            )
+        return
+    generator = generator or torch.Generator(logits.device).manual_seed(0)
+    for _ in range(classes):
+        signs = torch.randint(0, 2, shape, generator=generator, device=generator.device).to(logits) * 2 - 1
+        yield signs / math.sqrt(classes)
+
+
+def _dense_factors(loss: Callable[[Any, Any], Tensor], logits: Tensor, chunk: Chunk) -> Iterator[Tensor]:
+    """Any other loss convex in the outputs: its own Hessian, ``R_n = V diag(w) V^T``, column by column."""
+    D = logits[0].numel()
+    if D > LARGEST_R:
+        raise LossError(
+            f"SOSP-I with a loss of your own forms its Hessian in the outputs, and there are {D} of them (limit "
+            f"{LARGEST_R}). Use method='sosp-h', which never forms it."
+        )
+    w, V = torch.linalg.eigh(output_hessian(loss, logits, chunk))
+    if bool((w < -1e-6 * w.abs().amax().clamp_min(1e-30)).any()):
+        raise LossError(
+            "the loss is not convex in the network's outputs, so its Gauss-Newton matrix is no measure of damage. "
+            "Use method='sosp-h' or 'exact', which take any twice differentiable loss."
+        )
+    root = w.clamp_min(0).sqrt()
+    for j in range(D):
+        yield (V[:, :, j] * root[:, j, None]).reshape(logits.shape)
+
+
+def output_hessian(loss: Callable[[Any, Any], Tensor], logits: Tensor, chunk: Chunk) -> Tensor:
+    """``d²l_n / df df`` of every example, (N, D, D), by differentiating twice through the loss alone."""
+    z = logits.clone().requires_grad_()
+    values = _one_each(loss(z, chunk.targets), chunk)
+    (slope,) = torch.autograd.grad(values.sum(), z, create_graph=True)
+    slope = slope.flatten(1)
+    if not slope.requires_grad:  # linear in the outputs
+        return slope.new_zeros(*slope.shape, slope.shape[1])
+    rows = [torch.autograd.grad(slope[:, j].sum(), z, retain_graph=True)[0].flatten(1) for j in range(slope.shape[1])]
+    return torch.stack(rows, 1)

@@ -1,0 +1,158 @@
+"""What is removed, and the network with it removed: the feature maps of a mask are zero, in train and eval mode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sosp.errors import StructureError, nearest
+from sosp.gates import along, install
+from sosp.records import Layer, Structures
+from sosp.structures import find_structures
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """The channels to remove, layer by layer; what it means does not depend on how it was chosen.
+
+    A removed channel's feature map is zero after the layer's own normalisation (a batch norm that sees its output
+    and nothing else), or right at the layer's output where it has none. For kind "weights", single weights are zero.
+    """
+
+    kind: str  # "filters" or "weights"
+    layers: tuple[Layer, ...]
+    removed: dict[str, Tensor]  # layer (or parameter) name -> sorted indices; layers that lose nothing are left out
+    structures: int  # how many structures there were to choose from
+    chosen: int  # how many of them are removed
+
+    @classmethod
+    def from_removed(
+        cls, model: nn.Module, removed: Mapping[str, Iterable[int]], example: Any, *, kind: str = "filters"
+    ) -> Mask:
+        """A mask written by hand: ``{"layer1.0.conv1": [0, 3]}``."""
+        found = find_structures(model, example, kind=kind)
+        layers = {layer.name: layer for layer in found.layers}
+        clean = {name: _indices(layers, name, list(channels)) for name, channels in removed.items()}
+        clean = {name: clean[name] for name in layers if name in clean and len(clean[name])}
+        return cls(kind, found.layers, clean, len(found), sum(map(len, clean.values())))
+
+    @classmethod
+    def from_structures(cls, structures: Structures, chosen: Tensor) -> Mask:
+        """The mask that removes these structures (their numbers)."""
+        kind = "weights" if structures.kind == "weights" else "filters"
+        removed = structures.channels_of(chosen)
+        return cls(kind, structures.layers, removed, len(structures), len(chosen))
+
+    @property
+    def ratio(self) -> float:
+        """The share of structures removed."""
+        return self.chosen / self.structures if self.structures else 0.0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        mine, theirs = self.removed, other.removed
+        return (
+            self.kind == other.kind
+            and mine.keys() == theirs.keys()
+            and all(torch.equal(mine[n], theirs[n]) for n in mine)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Mask({self.chosen} of {self.structures} structures removed, {self.ratio:.1%})"
+
+    def __str__(self) -> str:
+        """A line per layer: how many channels it had and loses."""
+        width = max((len(layer.name) for layer in self.layers), default=0)
+        lines = [repr(self)]
+        for layer in self.layers:
+            gone = len(self.removed.get(layer.name, ()))
+            lines.append(f"  {layer.name:<{width}}  {gone:>6} of {layer.channels:>6}  {gone / layer.channels:6.1%}")
+        return "\n".join(lines)
+
+
+def _indices(layers: Mapping[str, Layer], name: str, channels: list[int]) -> Tensor:
+    if name not in layers:
+        raise StructureError(
+            f"the mask names {name!r}, which is no prunable layer of the model (or is its output layer).{nearest(name, layers)}"
+        )
+    size = layers[name].channels
+    for c in channels:
+        if isinstance(c, bool) or int(c) != c or not 0 <= c < size:
+            raise StructureError(f"the mask names channel {c} of {name!r}, which has channels 0 to {size - 1}.")
+    if len(set(map(int, channels))) < len(channels):
+        twice = next(int(c) for c in channels if channels.count(c) > 1)
+        raise StructureError(f"the mask names channel {twice} of {name!r} twice.")
+    return torch.tensor(sorted(map(int, channels)), dtype=torch.long)
+
+
+def masked(model: nn.Module, mask: Mask) -> nn.Module:
+    """A copy of ``model`` with the mask's feature maps forced to zero; same class, trains and evaluates."""
+    known = dict(model.named_parameters() if mask.kind == "weights" else model.named_modules())
+    for name in mask.removed:
+        if name not in known:
+            raise StructureError(f"the mask names {name!r}, which this model does not have.{nearest(name, known)}")
+    twin = copy.deepcopy(model)
+    if mask.kind == "weights":
+        return _with_zero_weights(twin, mask)
+    layers = [layer for layer in mask.layers if layer.name in mask.removed]
+    for layer in layers:
+        # A norm keeps its own hook, so one mask can be put on top of another.
+        _check_width(twin, layer)
+    install(twin, layers, "features", Zero([(layer.axis, _gone(layer, mask)) for layer in layers]))
+    return twin
+
+
+def _gone(layer: Layer, mask: Mask) -> Tensor:
+    gone = torch.zeros(layer.channels, dtype=torch.bool)
+    gone[mask.removed[layer.name]] = True
+    return gone
+
+
+def _check_width(model: nn.Module, layer: Layer) -> None:
+    module: Any = model.get_submodule(layer.name)
+    width = getattr(module, "out_channels", getattr(module, "out_features", getattr(module, "nf", layer.channels)))
+    if width != layer.channels:
+        raise StructureError(
+            f"the mask was made for a {layer.name!r} with {layer.channels} channels; this one has {width}."
+        )
+
+
+class Zero:
+    """Force the removed channels of layer i's output to zero. (A class, so that masked models copy and pickle.)"""
+
+    def __init__(self, gone: list[tuple[int, Tensor]]) -> None:
+        self.gone = gone
+
+    def __call__(self, i: int, output: Tensor) -> Tensor:
+        axis, gone = self.gone[i]
+        return output.masked_fill(along(gone.to(output.device), output.dim(), axis), 0)
+
+
+class ZeroWeights:
+    """Before every forward: the removed weights of this module are zero again, whatever the optimiser did."""
+
+    def __init__(self, key: str, gone: Tensor) -> None:
+        self.key, self.gone = key, gone
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        weight = getattr(module, self.key)
+        with torch.no_grad():
+            weight.view(-1)[self.gone.to(weight.device)] = 0
+
+
+def _with_zero_weights(twin: nn.Module, mask: Mask) -> nn.Module:
+    for name, gone in mask.removed.items():
+        path, _, key = name.rpartition(".")
+        module = twin.get_submodule(path)
+        zero = ZeroWeights(key, gone)
+        zero(module, ())
+        module.register_forward_pre_hook(zero)
+    return twin

@@ -1,0 +1,241 @@
+"""Passes over data: a network with its gates on, run chunk by chunk, and averaged in one place.
+
+Sums over examples are collected chunk by chunk and divided once, so that how the data is cut into batches does not
+matter. A quantity has a fast way (jets) and slower exact ones for networks that jets cannot follow; the first that
+works is used, and a warning says so when it is not the fast one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from sosp import jets
+from sosp.data import Chunk, check_device, rebatch
+from sosp.errors import DataError, DifferentiationError, SospError
+from sosp.gates import along, gated
+from sosp.losses import LossLike, per_example
+from sosp.preserve import borrowed
+from sosp.progress import track
+from sosp.records import Structures
+
+CPU_CHUNK = 96 * 2**20  # bytes of activations at once: beyond the caches a pass gets slower, not faster
+
+
+class SlowPathWarning(UserWarning):
+    """An exact but slower way had to be taken."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A network, what can be removed from it, and the loss on some data."""
+
+    model: nn.Module
+    structures: Structures
+    loss: LossLike
+    chunks: Iterable[Chunk]
+    examples: int | None = None  # how many are expected, for the progress bar
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Averages over the examples."""
+
+    examples: int
+    first: Tensor  # (S,)
+    second: Tensor | None = None  # (S,)
+    pairs: Tensor | None = None  # (S, S)
+
+
+# One place averages -------------------------------------------------------------------------------------------------
+
+Sums = tuple[Tensor | None, ...]
+
+
+def average(problem: Problem, label: str, step: Callable[[Chunk], Sums]) -> tuple[int, Sums]:
+    """Sum ``step`` over the data in chunks that fit the memory and divide once by the number of examples."""
+    total: list[Tensor | None] = []
+    count = 0
+    device = home(problem.model)
+    with borrowed(problem.model):
+        chunks = rebatch(_checked(problem.chunks, device), chunk_size(problem, device))
+        for chunk in track(chunks, label, problem.examples, "size"):
+            for part in _halved(step, chunk):
+                total = [_plus(a, b) for a, b in zip(total or [None] * len(part), part, strict=True)]
+            count += chunk.size
+    if count == 0:
+        raise DataError("the data is empty: not one example to score with. Is the loader's dataset or subset empty?")
+    return count, tuple(None if t is None else t.div_(count) for t in total)
+
+
+def _plus(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    if total is None or part is None:
+        return part if total is None else total
+    return total.add_(part)
+
+
+def _checked(chunks: Iterable[Chunk], device: torch.device) -> Iterator[Chunk]:
+    for chunk in chunks:
+        check_device(chunk, device)
+        if chunk.size:
+            yield chunk
+
+
+def _halved(step: Callable[[Chunk], Sums], chunk: Chunk) -> Iterator[Sums]:
+    """The step on the whole chunk, or on ever smaller parts of it when memory runs out."""
+    try:
+        result = step(chunk)
+    except torch.OutOfMemoryError:
+        if chunk.size == 1:
+            raise
+    else:
+        yield result
+        return
+    torch.cuda.empty_cache()
+    half = chunk.size // 2
+    yield from _halved(step, chunk.rows(0, half))
+    yield from _halved(step, chunk.rows(half, chunk.size))
+
+
+def home(model: nn.Module) -> torch.device:
+    """The device of the model's parameters."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def chunk_size(problem: Problem, device: torch.device) -> int:
+    """How many examples run at once: what the caches like on a CPU, what the memory holds on a GPU."""
+    footprint = max(problem.structures.footprint, 1)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        # Values and tangents, forward and backward, take about twice the activations of a forward pass.
+        return max(1, min(4096, int(0.4 * free / (2 * footprint))))
+    return max(4, min(256, CPU_CHUNK // footprint))
+
+
+# Gates on a running network -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """One gate value per channel of every layer (or per example and channel), and the gates' tangents."""
+
+    values: list[Tensor]
+    tangents: list[Tensor | None]
+
+
+def leaves(problem: Problem, like: Tensor, direction: Tensor | None, examples: int | None = None) -> Leaves:
+    """Gates of ones for every layer, moving in ``direction`` (S,)."""
+    layers, ids = problem.structures.layers, problem.structures.ids
+    shape = () if examples is None else (examples,)
+    values = [like.new_ones(*shape, layer.channels).requires_grad_() for layer in layers]
+    tangents: list[Tensor | None] = [None] * len(layers)
+    if direction is not None:
+        padded = torch.cat([direction.to(like), like.new_zeros(1)])  # channels without a gate do not move
+        moving = [padded[i.to(like.device)] for i in ids]
+        tangents = [m.requires_grad_() if bool(m.detach().any()) else None for m in moving]
+    return Leaves(values, tangents)
+
+
+def example_tensor(model: nn.Module, chunk: Chunk) -> Tensor:
+    """A tensor of the model's device and floating type, to make others like it."""
+    for x in (*model.parameters(), *tree_leaves(chunk.inputs)):
+        if isinstance(x, Tensor) and x.is_floating_point():
+            return x.new_empty(0)
+    return torch.empty(0)
+
+
+@contextmanager
+def jet_gates(problem: Problem, at: Leaves) -> Iterator[None]:
+    """Run the network on jets, which start at its first gate."""
+    layers = problem.structures.layers
+
+    def apply(i: int, output: Any) -> Any:
+        return jets.gate(output, jets.Gate(at.values[i], at.tangents[i], layers[i].axis))
+
+    with gated(problem.model, layers, problem.structures.gate, apply):
+        yield
+
+
+@contextmanager
+def plain_gates(problem: Problem, values: list[Tensor]) -> Iterator[None]:
+    """Run the network with every channel multiplied by its gate."""
+    layers = problem.structures.layers
+
+    def apply(i: int, output: Any) -> Any:
+        return output * along(values[i], output.dim(), layers[i].axis)
+
+    with gated(problem.model, layers, problem.structures.gate, apply):
+        yield
+
+
+def losses_of(problem: Problem, chunk: Chunk) -> Any:
+    """One loss per example, (N,)."""
+    return per_example(problem.loss, chunk.run(problem.model), chunk)
+
+
+def derivative(output: Tensor, inputs: list[Tensor | None], **options: Any) -> list[Tensor | None]:
+    """``d output / d inputs``, None where an input is None or plays no part."""
+    if not output.requires_grad:
+        raise DifferentiationError(
+            "the loss does not depend differentiably on any structure. Look for torch.no_grad, .detach(), .item() or "
+            "an argmax in the model's forward or in the loss."
+        )
+    wanted = [x for x in inputs if x is not None]
+    found = iter(torch.autograd.grad(output, wanted, allow_unused=True, **options))
+    return [None if x is None else next(found) for x in inputs]
+
+
+# Ways: the same quantity, fast first ----------------------------------------------------------------------------------
+
+Way = Callable[..., Any]
+# What a network outside a way's reach raises; anything of ours is about the data or the model and goes to the user.
+OUT_OF_REACH = (
+    jets.Unsupported,
+    RuntimeError,
+    NotImplementedError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    ValueError,
+)
+
+
+def first_that_works(ways: Mapping[str, Way]) -> Way:
+    """Try the ways in turn on the first chunk and stay with the one that works."""
+    names = list(ways)
+    told: list[str] = []
+
+    def step(*args: Any) -> Any:
+        while True:
+            try:
+                result = ways[names[0]](*args)
+            except (SospError, torch.OutOfMemoryError):
+                raise
+            except OUT_OF_REACH as error:
+                told.append(f"{names[0]}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+                if len(names) == 1:
+                    raise DifferentiationError(
+                        "the network could not be differentiated twice by any of the exact ways tried. "
+                        + "; ".join(told)
+                        + ". An operation in it lacks second derivatives; method='first-order' or 'sosp-i' need only first ones."
+                    ) from error
+                names.pop(0)
+                warnings.warn(f"taking a slower exact way ({names[0]}); {told[-1]}", SlowPathWarning, stacklevel=2)
+            else:
+                return result
+
+    return step
+
+
+def collect(problem: Problem, per_layer: list[Tensor | None], like: Tensor) -> Tensor:
+    """(S,) in double precision: sums over many examples and channels."""
+    wide = torch.empty(0, dtype=torch.float64 if like.device.type != "mps" else like.dtype, device=like.device)
+    return problem.structures.gather(per_layer, wide)

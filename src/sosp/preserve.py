@@ -1,0 +1,60 @@
+"""Borrow the user's model: eval mode and frozen parameters inside, everything as it was outside."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sosp.errors import DifferentiationError
+
+
+@contextmanager
+def borrowed(model: nn.Module) -> Iterator[None]:
+    """Evaluate ``model`` with its parameters frozen; undo every trace of it, also after an exception.
+
+    Examples are scored one by one, so a normalisation must not mix them: the model runs in eval mode (running
+    statistics) whatever mode it is in, and a batch norm that keeps no running statistics is refused.
+    """
+    refuse_batch_statistics(model)
+    modes = [(m, m.training) for m in model.modules()]
+    frozen = [(p, p.requires_grad) for p in model.parameters()]
+    buffers = [
+        (m, k, b, b._version, b.clone()) for m in model.modules() for k, b in m._buffers.items() if b is not None
+    ]
+    rng = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    with ExitStack() as stack:
+        # Flash and memory-efficient attention have neither forward-mode nor double-backward rules.
+        stack.enter_context(sdpa_kernel([SDPBackend.MATH]))
+        stack.enter_context(torch.enable_grad())
+        try:
+            for m, _ in modes:
+                m.training = False
+            for p, _ in frozen:
+                p.requires_grad_(False)
+            yield
+        finally:
+            for m, mode in modes:
+                m.training = mode
+            for p, wanted in frozen:
+                p.requires_grad_(wanted)
+            for m, key, buffer, version, copy in buffers:
+                if buffer._version != version:
+                    with torch.no_grad():
+                        buffer.copy_(copy)
+                m._buffers[key] = buffer
+            torch.set_rng_state(rng)
+            if cuda is not None:
+                torch.cuda.set_rng_state_all(cuda)
+
+
+def refuse_batch_statistics(model: nn.Module) -> None:
+    for name, m in model.named_modules():
+        if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None:
+            raise DifferentiationError(
+                f"{name!r} is a batch norm without running statistics (track_running_stats=False): the loss of one "
+                "example then depends on the others in its batch, so it has no saliency of its own. Give it running "
+                "statistics (track_running_stats=True and a pass over data in train mode), or use a GroupNorm."
+            )

@@ -1,0 +1,41 @@
+"""Show progress on a terminal for anything over a second; silent elsewhere or when asked."""
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+T = TypeVar("T")
+PATIENCE = 1.0  # seconds of silence before the bar appears
+
+
+def wanted() -> bool:
+    """Only on a terminal, and not where ``SOSP_PROGRESS=0`` asks for silence."""
+    return sys.stderr.isatty() and os.environ.get("SOSP_PROGRESS", "1") != "0"
+
+
+def track(items: Iterable[T], label: str, total: float | None = None, weight: str | None = None) -> Iterator[T]:
+    """Yield the items; draw a bar once they have taken a second. ``weight`` names the attribute to count by."""
+    if not wanted():
+        yield from items
+        return
+    start = time.monotonic()
+    done = 0.0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, transient=True)
+    task = bar.add_task(label, total=total)
+    shown = False
+    try:
+        for item in items:
+            yield item
+            done += getattr(item, weight) if weight else 1
+            if not shown and time.monotonic() - start > PATIENCE:
+                bar.start()
+                shown = True
+            bar.update(task, completed=done)
+    finally:
+        if shown:
+            bar.stop()

@@ -1,0 +1,143 @@
+"""The records that cross the library's borders: layers, structures, saliencies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from sosp.errors import one_of
+
+INPUT, OUTPUT = "<input>", "<output>"  # the two ends of the wiring
+OBJECTIVES = ("individual", "structure", "order", "joint")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer whose output channels can be removed, and what one of them costs."""
+
+    name: str  # path of the module; of the parameter for kind="weights"
+    channels: int
+    axis: int  # of the channels in its output: 1 for convolutions, -1 for linear layers
+    norms: tuple[str, ...]  # the normalisations that are its own: they see its output and nothing else does
+    kernel: float  # edge of the kernel, 1 for linear layers
+    params: float  # parameters going into one channel
+    macs: float  # multiply-accumulates of one channel for one example
+    depthwise: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Structures:
+    """What can be removed: S structures, each one or several channels sharing a gate."""
+
+    kind: str
+    gate: str
+    layers: tuple[Layer, ...]
+    ids: tuple[Tensor, ...]  # per layer (channels,): the structure of each channel, -1 for none
+    wiring: Mapping[str, tuple[str, ...]]  # layer -> nearest layers upstream, with INPUT and OUTPUT at the ends
+    footprint: int = 0  # bytes of activations per example, for choosing how many run at once
+    count: int = field(init=False)
+    plain: bool = field(init=False)  # one structure per channel, numbered in order
+
+    def __post_init__(self) -> None:
+        together = torch.cat(self.ids) if self.ids else torch.zeros(0, dtype=torch.long)
+        object.__setattr__(self, "plain", torch.equal(together, torch.arange(len(together))))
+        object.__setattr__(self, "count", 1 + max((int(i.max()) for i in self.ids if i.numel()), default=-1))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __repr__(self) -> str:
+        return f"Structures({self.count} {self.kind} in {len(self.layers)} layers, gate={self.gate!r})"
+
+    def owner(self) -> Tensor:
+        """(S,) the layer of each structure (the first one, for a group over several)."""
+        owner = torch.full((self.count,), len(self.layers))
+        for i in reversed(range(len(self.layers))):
+            owner[self.ids[i][self.ids[i] >= 0]] = i
+        return owner
+
+    def sizes(self, what: str) -> Tensor:
+        """(S,) what a structure weighs: ``params`` and ``macs`` add up over its channels, ``kernel`` is their mean."""
+        total = torch.zeros(self.count, dtype=torch.float64)
+        channels = torch.zeros(self.count, dtype=torch.float64)
+        for layer, ids in zip(self.layers, self.ids, strict=True):
+            ids = ids[ids >= 0]
+            total.index_add_(0, ids, torch.full(ids.shape, getattr(layer, what), dtype=torch.float64))
+            channels.index_add_(0, ids, torch.ones(ids.shape, dtype=torch.float64))
+        return total / channels if what == "kernel" else total
+
+    def channels_of(self, chosen: Tensor) -> dict[str, Tensor]:
+        """Layer name -> the channels that make up the ``chosen`` structures (indices), sorted."""
+        picked = torch.zeros(self.count + 1, dtype=torch.bool)
+        picked[chosen.cpu()] = True
+        picked[-1] = False  # where ids is -1
+        found = {layer.name: picked[ids].nonzero().flatten() for layer, ids in zip(self.layers, self.ids, strict=True)}
+        return {name: channels for name, channels in found.items() if len(channels)}
+
+    def gather(self, per_layer: list[Tensor | None], like: Tensor) -> Tensor:
+        """(..., S) sums over the channels of each structure, from one (..., channels) tensor per layer."""
+        if self.plain and all(v is not None for v in per_layer):
+            return torch.cat([v for v in per_layer if v is not None], -1).to(like.dtype)
+        total = like.new_zeros(*like.shape[:-1], self.count)
+        for ids, values in zip(self.ids, per_layer, strict=True):
+            if values is not None:
+                used = ids >= 0
+                columns = ids[used].to(values.device)
+                values = values if bool(used.all()) else values[..., used.to(values.device)]
+                total.index_add_(-1, columns, values.to(total.dtype))
+        return total
+
+
+@dataclass(frozen=True, eq=False)
+class Saliency:
+    """What removing each structure costs, to second order."""
+
+    structures: Structures
+    method: str
+    first: Tensor | None  # (S,)   theta_s . grad L
+    second: Tensor | None = None  # (S,)   theta_s . H theta_struc; theta_s . H theta_s for "sosp-i-diagonal"
+    pairs: Tensor | None = None  # (S, S) theta_s . H theta_s'
+    values: Tensor | None = None  # (S,)   a ranking that is no derivative of the loss ("random")
+    objective: str = "individual"
+    examples: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("objective", self.objective, OBJECTIVES)
+
+    def with_objective(self, objective: str) -> Saliency:
+        """The same derivatives, ranked by another objective."""
+        return replace(self, objective=objective)
+
+    def to(self, device: torch.device | str) -> Saliency:
+        """The same saliency with its tensors on another device."""
+        names = ("first", "second", "pairs", "values")
+        moved = {n: t.to(device) for n in names if (t := getattr(self, n)) is not None}
+        return replace(self, **moved)
+
+    @property
+    def own(self) -> Tensor | None:
+        """(S,) the second-order term of each structure by itself."""
+        return self.second if self.pairs is None else self.pairs.diagonal()
+
+    @property
+    def scores(self) -> Tensor:
+        """(S,) what removing a structure alone costs: Eq. 6 for SOSP-H, Q_ss of Eq. 4 for SOSP-I.
+
+        ``|theta_s . g| + 1/2 |theta_s . (H theta)|``; the objectives "structure" and "joint" take the absolute value
+        of the sum, ``|theta_s . g - 1/2 theta_s . (H theta)|``.
+        """
+        if self.values is not None:
+            return self.values
+        assert self.first is not None
+        if self.own is None:
+            return self.first.abs()
+        if self.objective in ("structure", "joint"):
+            return (self.first - 0.5 * self.own).abs()
+        return self.first.abs() + 0.5 * self.own.abs()
+
+    def __repr__(self) -> str:
+        shape = "pairs" if self.pairs is not None else "second" if self.second is not None else "first"
+        return f"Saliency({self.method!r}, {self.structures.count} structures, up to {shape}, {self.examples} examples)"

@@ -1,0 +1,265 @@
+"""What can be removed from a network: filters, neurons, blocks, weights, and groups that share a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sosp.errors import StructureError, nearest, one_of
+from sosp.records import INPUT, Layer, Structures
+from sosp.wiring import Trace, trace
+
+KINDS = ("filters", "blocks", "weights")
+GATES = ("features", "weights")
+Group = Mapping[str, Sequence[int]] | Sequence[str]  # one structure, or channel-wise ties of whole layers
+Exclude = Iterable[str | nn.Module]
+
+
+@dataclass(frozen=True)
+class LayerType:
+    """How a type of layer lays out its channels."""
+
+    axis: int  # of the channels in the output
+    channels: Callable[[Any], int]
+    kernel: Callable[[Any], float] = lambda m: 1.0
+    positions: Callable[[Tensor, Tensor], float] = lambda x, y: y[0].numel() / y.shape[-1]
+    depthwise: Callable[[Any], bool] = lambda m: False
+
+
+def _edge(m: Any) -> float:
+    return prod(m.kernel_size) ** (1 / len(m.kernel_size))
+
+
+def _depthwise(m: Any) -> bool:
+    return m.groups == m.in_channels == m.out_channels and m.groups > 1
+
+
+# Every position of the output (of the input, for transposed convolutions) applies the filter once.
+CONV = LayerType(1, lambda m: m.out_channels, _edge, lambda x, y: y[0, 0].numel(), _depthwise)
+TRANSPOSED = LayerType(1, lambda m: m.out_channels, _edge, lambda x, y: x[0, 0].numel(), _depthwise)
+
+LAYERS: dict[type[nn.Module] | str, LayerType] = {
+    nn.Conv1d: CONV,
+    nn.Conv2d: CONV,
+    nn.Conv3d: CONV,
+    nn.ConvTranspose1d: TRANSPOSED,
+    nn.ConvTranspose2d: TRANSPOSED,
+    nn.ConvTranspose3d: TRANSPOSED,
+    nn.Linear: LayerType(-1, lambda m: m.out_features),
+    "transformers.pytorch_utils.Conv1D": LayerType(-1, lambda m: m.nf),
+}
+
+
+def layer_type(module: nn.Module) -> LayerType | None:
+    """The entry of ``LAYERS`` for this module, also for subclasses and classes known by name only."""
+    for cls in type(module).__mro__:
+        found = LAYERS.get(cls) or LAYERS.get(f"{cls.__module__}.{cls.__qualname__}")
+        if found:
+            return found
+    return None
+
+
+def find_structures(
+    model: nn.Module,
+    example: Any,
+    *,
+    kind: str = "filters",
+    gate: str = "features",
+    groups: str | Sequence[Group] = "independent",
+    exclude: Exclude = (),
+) -> Structures:
+    """Everything ``model`` can lose, found by running ``example`` through it once.
+
+    ``kind``: ``"filters"`` (filters of convolutions and neurons of linear layers), ``"blocks"`` (whole residual
+    branches and other parallel layers: one gate for all channels of the layer a branch ends in), ``"weights"`` (single
+    parameters of those layers). The output layer is never pruned, except for single weights.
+    ``gate``: where a structure is scaled: ``"features"`` after the layer's own normalisation, ``"weights"`` on the
+    layer's own output, the paper's definition.
+    ``groups``: ``"independent"``, or a list of groups. ``{"conv1": [0], "conv2": [0, 1]}`` makes those channels one
+    structure; ``["conv1", "conv2"]`` ties channel i of one layer to channel i of the other.
+    ``exclude``: names, glob patterns or modules; a container's name excludes everything in it.
+    """
+    one_of("kind", kind, KINDS)
+    one_of("gate", gate, GATES)
+    if isinstance(groups, str):
+        if groups == "coupled":
+            raise StructureError(
+                "groups='coupled' needs to know which channels the network ties together, which is not derived "
+                "from the network yet. Name them: groups=[['layer1.0.conv2', 'layer1.1.conv2'], ...]."
+            )
+        one_of("groups", groups, ("independent", "coupled"))
+    _refuse_uninitialised(model)
+    seen = trace(model, example, lambda m: layer_type(m) is not None)
+    left = _without(seen.order, excluded_names(model, exclude))
+    if kind == "weights":
+        return _weights(model, seen, left)
+    for name in left:
+        if name in seen.cut_off:
+            raise StructureError(
+                f"{name!r} is computed, but the model's output does not depend on it differentiably (torch.no_grad, "
+                f".detach() or an integer conversion behind it?). Exclude it with exclude=[{name!r}]."
+            )
+    left = [n for n in left if n not in seen.output_layers]
+    if not left:
+        raise StructureError(
+            "the model has no prunable structure: no convolution or linear layer was called before the output layer"
+            + (" that exclude= leaves" if seen.order else "")
+            + f". Supported layers: {', '.join(t if isinstance(t, str) else t.__name__ for t in LAYERS)}."
+        )
+    _refuse_shared(model, left)
+    layers = {name: _layer(model, seen, name) for name in left}
+    if kind == "blocks":
+        return _blocks(layers, seen, gate)
+    ids = _group_ids(layers, [] if isinstance(groups, str) else groups)
+    return Structures("filters", gate, tuple(layers.values()), ids, seen.wiring, seen.footprint)
+
+
+def downsampling(model: nn.Module) -> tuple[str, ...]:
+    """Layers on the skip path where a ResNet changes its width, which the paper does not prune.
+
+    Found by name, as torchvision, timm and Hugging Face spell it: ``downsample``, ``shortcut``, ``skip``.
+    ``find_structures(model, x, exclude=sosp.downsampling(model))``
+    """
+    words = {"downsample", "shortcut", "skip"}
+    return tuple(n for n, m in model.named_modules() if layer_type(m) and words & set(n.split(".")))
+
+
+def _layer(model: nn.Module, seen: Trace, name: str) -> Layer:
+    module: Any = model.get_submodule(name)
+    kind = layer_type(module)
+    assert kind is not None
+    channels = kind.channels(module)
+    call = seen.calls[name]
+    weights = module.weight.numel() / channels
+    positions = sum(kind.positions(x, y) for x, y in call.shapes)
+    bias = 0 if getattr(module, "bias", None) is None else 1
+    return Layer(
+        name, channels, kind.axis, call.norms, kind.kernel(module), weights + bias, weights * positions,
+        kind.depthwise(module),
+    )  # fmt: skip
+
+
+def excluded_names(model: nn.Module, exclude: Exclude) -> set[str]:
+    """Every module and parameter path that ``exclude`` covers; each entry must cover something."""
+    modules = {n: m for n, m in model.named_modules(remove_duplicate=False) if n}
+    names = [*modules, *(n for n, _ in model.named_parameters())]
+    covered: set[str] = set()
+    for entry in [exclude] if isinstance(exclude, (str, nn.Module)) else exclude:
+        if isinstance(entry, nn.Module):
+            roots = [n for n, m in modules.items() if m is entry]
+        else:
+            roots = [n for n in names if n == entry or fnmatchcase(n, entry)]
+        if not roots:
+            shown = type(entry).__name__ if isinstance(entry, nn.Module) else repr(entry)
+            hint = "" if isinstance(entry, nn.Module) else nearest(entry, names)
+            raise StructureError(f"exclude names {shown}, which matches no layer of the model.{hint}")
+        covered.update(n for n in names for r in roots if n == r or n.startswith(r + "."))
+    return covered
+
+
+def _without(names: Iterable[str], excluded: set[str]) -> list[str]:
+    return [n for n in names if n not in excluded]
+
+
+def _refuse_uninitialised(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise StructureError(
+                f"{name!r} is not initialised yet (a lazy layer). Run one batch through the model first."
+            )
+
+
+def _refuse_shared(model: nn.Module, names: list[str]) -> None:
+    """Each weight may belong to one structure only (the paper, Sec. 2)."""
+    owners: dict[int, str] = {}
+    for name in names:
+        for key, p in model.get_submodule(name).named_parameters(recurse=False):
+            other = owners.setdefault(id(p), name)
+            if other != name:
+                raise StructureError(
+                    f"{name!r} and {other!r} share the parameter {key!r}: a channel of one cannot be removed without "
+                    f"the other's. Exclude one of them, exclude=[{name!r}], or both."
+                )
+
+
+def _group_ids(layers: dict[str, Layer], groups: Sequence[Group]) -> tuple[Tensor, ...]:
+    """Number the structures in the order of their first channel."""
+    leader: dict[tuple[str, int], tuple[str, int]] = {}
+    for members in _members(layers, groups):
+        for m in members:
+            if m in leader:
+                raise StructureError(f"channel {m[1]} of {m[0]!r} is in two groups; a channel has one gate.")
+            leader[m] = members[0]
+    numbers: dict[tuple[str, int], int] = {}
+    ids = []
+    for name, layer in layers.items():
+        own = [leader.get((name, c), (name, c)) for c in range(layer.channels)]
+        ids.append(torch.tensor([numbers.setdefault(key, len(numbers)) for key in own]))
+    return tuple(ids)
+
+
+def _members(layers: dict[str, Layer], groups: Sequence[Group]) -> list[list[tuple[str, int]]]:
+    """Every group as its channels, (layer, channel)."""
+    found: list[list[tuple[str, int]]] = []
+    for group in groups:
+        for name in group:
+            if name not in layers:
+                raise StructureError(f"groups name {name!r}, which is no prunable layer.{nearest(str(name), layers)}")
+        if isinstance(group, Mapping):
+            found.append([(name, int(c)) for name, channels in group.items() for c in channels])
+        else:
+            widths = {name: layers[name].channels for name in group}
+            if len(set(widths.values())) > 1:
+                raise StructureError(f"channels can be tied one to one only between layers of equal width: {widths}.")
+            found += [[(name, c) for name in group] for c in range(next(iter(widths.values()), 0))]
+    for name, c in (m for members in found for m in members):
+        if not 0 <= c < layers[name].channels:
+            raise StructureError(f"groups name channel {c} of {name!r}, which has {layers[name].channels}.")
+    return [members for members in found if members]
+
+
+def _blocks(layers: dict[str, Layer], seen: Trace, gate: str) -> Structures:
+    """One structure per branch: all channels of the layers it ends in."""
+    ends = [e for e in seen.branches if all(n in layers for n in e)]
+    if not ends:
+        raise StructureError(
+            "the model has no removable block: no residual add or concatenation of parallel layers was found"
+            " among the layers that exclude= leaves. Use kind='filters'."
+        )
+    block = {name: i for i, names in enumerate(ends) for name in names}
+    kept = {n: layer for n, layer in layers.items() if n in block}
+    numbers = {old: new for new, old in enumerate(dict.fromkeys(block[n] for n in kept))}
+    ids = tuple(torch.full((layer.channels,), numbers[block[n]]) for n, layer in kept.items())
+    return Structures("blocks", gate, tuple(kept.values()), ids, seen.wiring, seen.footprint)
+
+
+def _weights(model: nn.Module, seen: Trace, left: list[str]) -> Structures:
+    """Every parameter of the layers, one structure each; a parameter shared by two layers counts once."""
+    excluded = set(seen.order) - set(left)
+    layers: list[Layer] = []
+    owners: set[int] = set()
+    for name in seen.order:
+        per_weight = _layer(model, seen, name)
+        for key, p in model.get_submodule(name).named_parameters(recurse=False):
+            if name in excluded or id(p) in owners:
+                continue
+            owners.add(id(p))
+            macs = per_weight.macs * per_weight.channels / p.numel() if key == "weight" else 0.0
+            layers.append(Layer(f"{name}.{key}", p.numel(), 0, (), per_weight.kernel, 1.0, macs))
+    if not layers:
+        raise StructureError("the model has no prunable weight: no convolution or linear layer is left to prune.")
+    start = 0
+    ids = []
+    for layer in layers:
+        ids.append(torch.arange(start, start + layer.channels))
+        start += layer.channels
+    return Structures("weights", "weights", tuple(layers), tuple(ids), seen.wiring, seen.footprint)
+
+
+__all__ = ["INPUT", "LAYERS", "LayerType", "downsampling", "find_structures", "layer_type"]

@@ -1,0 +1,287 @@
+"""How the layers of a network hang together, read off one forward pass and its autograd graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sosp.errors import DataError, DifferentiationError, StructureError
+from sosp.preserve import borrowed
+from sosp.records import INPUT, OUTPUT
+
+# Normalisations that treat every channel by itself, so that they belong to the layer they follow. LayerNorm and
+# GroupNorm mix channels: a channel in front of them is removed in front of them.
+NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+NORM_NAMES = frozenset({"FrozenBatchNorm2d"})
+JOINS = frozenset({"AddBackward0", "CatBackward0", "SubBackward0"})
+
+
+@dataclass
+class Call:
+    """What was seen of one layer, over all its calls."""
+
+    shapes: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # input and output, on the meta device
+    norms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A network's layers in the order they were called, and what lies between them."""
+
+    order: tuple[str, ...]
+    calls: Mapping[str, Call]
+    wiring: Mapping[str, tuple[str, ...]]  # layer -> nearest layers upstream
+    output_layers: frozenset[str]
+    cut_off: frozenset[str]  # called, but without a differentiable way to the output
+    branches: tuple[tuple[str, ...], ...]  # for every parallel branch, the layers it ends in
+    footprint: int  # bytes of activations per example
+
+
+def is_norm(module: nn.Module) -> bool:
+    """A normalisation that may belong to the layer in front of it."""
+    return isinstance(module, NORMS) or any(c.__name__ in NORM_NAMES for c in type(module).__mro__)
+
+
+def call_model(model: nn.Module, example: Any) -> Any:
+    """Run an example given as a tensor, a tuple of arguments or a dict of keyword arguments."""
+    if isinstance(example, Mapping):
+        return model(**example)
+    return model(*example) if isinstance(example, (tuple, list)) else model(example)
+
+
+class Recorder:
+    """Hooks that mark every layer's output with a node of its own in the autograd graph."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[Any, str] = {}  # marking node -> layer
+        self.calls: dict[str, Call] = {}
+        self.normed: dict[Any, str] = {}  # marking node -> the norm that takes that output as it is
+        self.unmarked: set[str] = set()
+        self.inputs: set[Any] = set()  # nodes of embedded tokens: a network's input that has no gradient
+        self.bytes = 0
+
+    def layer(self, name: str, tag: Tensor) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if not isinstance(output, Tensor) or not output.is_floating_point():
+                return None
+            call = self.calls.setdefault(name, Call())
+            given = args[0] if args and isinstance(args[0], Tensor) else output
+            call.shapes.append((given.detach().to("meta"), output.detach().to("meta")))
+            marked = output * tag.to(output.dtype)
+            if marked.grad_fn is None:
+                self.unmarked.add(name)
+            else:
+                self.nodes[marked.grad_fn] = name
+            return marked
+
+        return hook
+
+    def embedding(self, tag: Tensor) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            marked = output * tag.to(output.dtype)
+            self.inputs.add(marked.grad_fn)
+            return marked
+
+        return hook
+
+    def norm(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if args and isinstance(args[0], Tensor) and args[0].grad_fn in self.nodes:
+                self.normed[args[0].grad_fn] = name
+
+        return hook
+
+    def size(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.bytes += sum(x.numel() * x.element_size() for x in tree_leaves(output) if isinstance(x, Tensor))
+
+
+def trace(model: nn.Module, example: Any, is_layer: Callable[[nn.Module], bool]) -> Trace:
+    """Run ``example`` once and read the wiring off the graph behind the output."""
+    recorder = Recorder()
+    handles = []
+    with borrowed(model):
+        example, sources = _watched(example)
+        device = _check_example_device(model, example)
+        tag = torch.ones((), device=device, requires_grad=True)
+        try:
+            for name, module in model.named_modules():
+                if is_layer(module):
+                    handles.append(module.register_forward_hook(recorder.layer(name, tag)))
+                elif isinstance(module, nn.Embedding):
+                    handles.append(module.register_forward_hook(recorder.embedding(tag)))
+                elif is_norm(module):
+                    handles.append(module.register_forward_hook(recorder.norm(name)))
+                if not any(module.children()):
+                    handles.append(module.register_forward_hook(recorder.size))
+            outputs = _run(model, example)
+        finally:
+            for h in handles:
+                h.remove()
+    return _read(recorder, _output_nodes(outputs), sources, _examples(example))
+
+
+def _watched(example: Any) -> tuple[Any, set[int]]:
+    """A copy of the example whose float inputs appear in the graph, and their identities."""
+    copies = tree_map(
+        lambda x: x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x,
+        example,
+    )
+    return copies, {id(x) for x in tree_leaves(copies) if isinstance(x, Tensor) and x.requires_grad}
+
+
+def _check_example_device(model: nn.Module, example: Any) -> torch.device:
+    tensors = [x for x in tree_leaves(example) if isinstance(x, Tensor)]
+    if not tensors:
+        raise DataError(f"the example is a {type(example).__name__} without tensors; give what model(...) takes.")
+    homes = {p.device for p in model.parameters()}
+    if homes and tensors[0].device not in homes:
+        home = next(iter(homes))
+        raise DataError(
+            f"the example is on {tensors[0].device} and the model on {home}. Move one: x.to({str(home)!r}) "
+            f"or model.to({str(tensors[0].device)!r})."
+        )
+    return tensors[0].device
+
+
+def _examples(example: Any) -> int:
+    return next((x.shape[0] for x in tree_leaves(example) if isinstance(x, Tensor) and x.dim()), 1) or 1
+
+
+def _run(model: nn.Module, example: Any) -> Any:
+    try:
+        return call_model(model, example)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        shapes = tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, example)
+        raise StructureError(
+            f"the model does not run on the example (shapes {shapes}): {type(error).__name__}: {error}"
+        ) from error
+
+
+def _output_nodes(outputs: Any) -> list[Any]:
+    if hasattr(outputs, "to_tuple"):  # Hugging Face outputs
+        outputs = outputs.to_tuple()
+    tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
+    nodes = [x.grad_fn for x in tensors if x.grad_fn is not None]
+    if not nodes:
+        kinds = sorted({str(x.dtype) for x in tensors}) or [type(outputs).__name__]
+        raise DifferentiationError(
+            f"the model's output ({', '.join(kinds)}) does not depend differentiably on any of its layers. Look for "
+            "torch.no_grad, .detach() or an integer output (argmax) in forward, and return logits."
+        )
+    return nodes
+
+
+def _read(recorder: Recorder, ends: list[Any], sources: set[int], examples: int) -> Trace:
+    graph = Graph(ends, recorder.nodes, recorder.inputs, sources)
+    wiring: dict[str, set[str]] = {OUTPUT: set(graph.nearest(ends))}
+    for node, name in recorder.nodes.items():
+        if node in graph.edges:
+            wiring.setdefault(name, set()).update(graph.nearest(graph.edges[node]))
+    order = tuple(recorder.calls)
+    for name in order:  # a network of tokens has no float input: what has nothing upstream starts it
+        if name in wiring and not wiring[name]:
+            wiring[name] = {INPUT}
+    _own_norms(recorder, graph, ends)
+    reached = {recorder.nodes[n] for n in graph.edges if n in recorder.nodes}
+    return Trace(
+        order,
+        recorder.calls,
+        {name: tuple(sorted(up)) for name, up in wiring.items()},
+        frozenset(wiring[OUTPUT] - {INPUT}),
+        frozenset(n for n in order if n not in reached or n in recorder.unmarked),
+        graph.branches(),
+        recorder.bytes // examples,
+    )
+
+
+def _own_norms(recorder: Recorder, graph: Graph, ends: list[Any]) -> None:
+    """A layer's own norms: on every call one norm takes its output and nothing else does."""
+    found: dict[str, list[str | None]] = {}
+    for node, name in recorder.nodes.items():
+        alone = graph.uses.get(node, 0) == 1 and node not in ends
+        found.setdefault(name, []).append(recorder.normed.get(node) if alone else None)
+    for name, norms in found.items():
+        if None not in norms:
+            recorder.calls[name].norms = tuple(dict.fromkeys(n for n in norms if n is not None))
+
+
+class Graph:
+    """The autograd graph behind the outputs, with some nodes marked as layers."""
+
+    def __init__(self, ends: list[Any], marks: Mapping[Any, str], inputs: set[Any], sources: set[int]) -> None:
+        self.marks = marks
+        self.edges: dict[Any, list[Any]] = {}  # node -> the nodes it was computed from
+        self.uses: dict[Any, int] = {}
+        self.inputs = set(inputs)
+        stack = list(ends)
+        while stack:
+            node = stack.pop()
+            if node in self.edges:
+                continue
+            self.edges[node] = [n for n, _ in node.next_functions if n is not None]
+            for n in self.edges[node]:
+                self.uses[n] = self.uses.get(n, 0) + 1
+            stack += self.edges[node]
+            if id(getattr(node, "variable", None)) in sources:
+                self.inputs.add(node)
+
+    def nearest(self, starts: Iterable[Any]) -> set[str]:
+        """The layers reached from ``starts`` upstream without passing another layer; INPUT for the input."""
+        found: set[str] = set()
+        seen: set[Any] = set()
+        stack = list(starts)
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node in self.marks:
+                found.add(self.marks[node])
+            elif node in self.inputs:
+                found.add(INPUT)
+            else:
+                stack += self.edges[node]
+        return found
+
+    def upstream(self, start: Any) -> set[Any]:
+        """``start`` and everything it was computed from."""
+        seen: set[Any] = set()
+        stack = [start]
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                stack += self.edges[node]
+        return seen
+
+    def branches(self) -> tuple[tuple[str, ...], ...]:
+        """The parallel branches: what is added to or concatenated with something that does without it.
+
+        An operand of a join is a branch if layers lie on its way that the other operands do not need; the skip of
+        a residual block needs none of its own, so only the block's branch counts. The innermost joins come first
+        and a layer ends one branch only.
+        """
+        found: list[tuple[int, tuple[str, ...]]] = []
+        for join in (n for n in self.edges if n.name() in JOINS):
+            behind = {a: self.upstream(a) for a in dict.fromkeys(self.edges[join])}
+            behind = {a: up for a, up in behind.items() if self.inputs & up or any(n in self.marks for n in up)}
+            if len(behind) < 2:
+                continue
+            for a, up in behind.items():
+                others = set().union(*(u for b, u in behind.items() if b is not a))
+                own = {self.marks[n] for n in up - others if n in self.marks}
+                ends = self.nearest([a])
+                if own and ends <= own:
+                    found.append((len(own), tuple(sorted(ends))))
+        claimed: set[str] = set()
+        kept: list[tuple[str, ...]] = []
+        for _, ends_ in sorted(found, key=lambda f: f[0]):
+            if not claimed & set(ends_):
+                claimed |= set(ends_)
+                kept.append(ends_)
+        return tuple(kept)
