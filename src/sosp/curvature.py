@@ -11,12 +11,22 @@ from torch.func import functional_call
 from sosp import jets
 from sosp.data import Chunk
 from sosp.errors import DifferentiationError
-from sosp.jets import Jet
+from sosp.jets import value
 from sosp.losses import per_example
 from sosp.passes import (
-    Problem, Sums, Terms, average, collect, derivative, example_tensor, first_that_works, jet_gates, leaves, losses_of,
+    Problem,
+    Sums,
+    Terms,
+    average,
+    derivative,
+    example_tensor,
+    first_that_works,
+    jet_gates,
+    losses_of,
+    open_gates,
     plain_gates,
-)  # fmt: skip
+    wide,
+)
 from sosp.progress import track
 
 LARGEST_HESSIAN = 2**14
@@ -27,7 +37,7 @@ LARGEST_HESSIAN = 2**14
 def gradient(problem: Problem) -> Terms:
     """``dL/dg``: what the loss loses, to first order, as each structure goes."""
     step = first_that_works({"jets": _gradient_jets, "autograd": _gradient_plain})
-    count, (first,) = average(problem, "gradient", lambda chunk: step(problem, chunk))
+    count, (first,) = average(problem, "gradient", lambda chunk: step(problem, chunk), share=0.7)
     assert first is not None
     return Terms(count, first)
 
@@ -63,67 +73,50 @@ def full_hessian(problem: Problem) -> Terms:
 
 
 def _gradient_jets(problem: Problem, chunk: Chunk) -> Sums:
-    like = example_tensor(problem.model, chunk)
-    at = leaves(problem, like, None)
-    with jet_gates(problem, at):
-        loss = losses_of(problem, chunk)
-    value = loss.p if isinstance(loss, Jet) else loss
-    return (collect(problem, derivative(value.sum(), list(at.values)), like),)
+    gates = open_gates(problem, example_tensor(problem.model, chunk))
+    with jet_gates(problem, gates):
+        loss = value(losses_of(problem, chunk))
+    return (wide(*derivative(loss.sum(), [gates.values])),)
 
 
 def _gradient_plain(problem: Problem, chunk: Chunk) -> Sums:
-    like = example_tensor(problem.model, chunk)
-    at = leaves(problem, like, None)
-    with plain_gates(problem, at.values):
+    gates = open_gates(problem, example_tensor(problem.model, chunk))
+    with plain_gates(problem, gates.values):
         loss = losses_of(problem, chunk)
-    return (collect(problem, derivative(loss.sum(), list(at.values)), like),)
+    return (wide(*derivative(loss.sum(), [gates.values])),)
 
 
 def _hessian_jets(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:
-    """One pass: from the tangent of the loss, ``d L'/d g = H d`` and ``d L'/d d = dL/dg``."""
-    like = example_tensor(problem.model, chunk)
-    at = leaves(problem, like, d)
-    with jet_gates(problem, at):
+    """One pass: from the tangent of the loss, ``d L'/d d = dL/dg`` (where d moves) and ``d L'/d g = H d``."""
+    gates = open_gates(problem, example_tensor(problem.model, chunk), d)
+    with jet_gates(problem, gates):
         loss = losses_of(problem, chunk)
-    slope = loss.t if isinstance(loss, Jet) else None
-    if slope is None:
+    slope = loss.tangent if isinstance(loss, jets.Jet) else None
+    if slope is None or gates.direction is None:
         raise jets.Unsupported("no tangent reached the loss")
-    found = derivative(slope.sum(), [*at.values, *at.tangents])
-    half = len(at.values)
-    return collect(problem, found[half:], like), collect(problem, found[:half], like)
+    first, second = derivative(slope.sum(), [gates.direction, gates.values])
+    return wide(first), wide(second)
 
 
 def _hessian_forward_over_reverse(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:
     like = example_tensor(problem.model, chunk)
-    at = leaves(problem, like, d)
-    values = [v.detach() for v in at.values]
-    tangents = [torch.zeros_like(v) if t is None else t.detach() for v, t in zip(values, at.tangents, strict=True)]
 
-    def slope(g: list[Tensor]) -> list[Tensor]:
-        def loss(g: list[Tensor]) -> Tensor:
-            with plain_gates(problem, g):
-                return losses_of(problem, chunk).sum()  # type: ignore[no-any-return]
+    def loss(values: Tensor) -> Tensor:
+        with plain_gates(problem, values):
+            return losses_of(problem, chunk).sum()
 
-        return torch.func.grad(loss)(g)  # type: ignore[no-any-return]
-
-    first, second = torch.func.jvp(slope, (values,), (tangents,))
-    return collect(problem, first, like), collect(problem, second, like)
+    first, second = torch.func.jvp(torch.func.grad(loss), (like.new_ones(d.shape),), (d.to(like),))  # type: ignore[misc]
+    return wide(first), wide(second)
 
 
 def _hessian_double_backward(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:
-    like = example_tensor(problem.model, chunk)
-    at = leaves(problem, like, d)
-    with plain_gates(problem, at.values):
+    gates = open_gates(problem, example_tensor(problem.model, chunk))
+    with plain_gates(problem, gates.values):
         loss = losses_of(problem, chunk)
-    first = derivative(loss.sum(), list(at.values), create_graph=True)
-    along_d = [
-        (f * t.detach()).sum() for f, t in zip(first, at.tangents, strict=True) if f is not None and t is not None
-    ]
-    second: list[Tensor | None] = [None] * len(first)
-    moved = torch.stack(along_d).sum() if along_d else None
-    if moved is not None and moved.requires_grad:
-        second = derivative(moved, list(at.values))
-    return collect(problem, [None if f is None else f.detach() for f in first], like), collect(problem, second, like)
+    (first,) = derivative(loss.sum(), [gates.values], create_graph=True)
+    moved = (first * d.to(first)).sum()
+    second = derivative(moved, [gates.values])[0] if moved.requires_grad else torch.zeros_like(first)
+    return wide(first.detach()), wide(second)
 
 
 HESSIAN_WAYS = {
@@ -143,9 +136,9 @@ def weight_terms(problem: Problem, second_order: bool) -> Terms:
         "double backward": _weights_double_backward,
     }
     step = first_that_works(ways if second_order else {"autograd": _weights_gradient})
-    count, sums = average(problem, "weights", lambda chunk: step(problem, chunk))
-    assert sums[0] is not None
-    return Terms(count, *sums)
+    count, (first, *second) = average(problem, "weights", lambda chunk: step(problem, chunk), share=4)
+    assert first is not None
+    return Terms(count, first, second[0] if second else None)
 
 
 def _named_weights(problem: Problem) -> dict[str, Tensor]:
@@ -165,11 +158,8 @@ def _loss_at(problem: Problem, chunk: Chunk) -> Callable[[dict[str, Tensor]], Te
     return loss
 
 
-def _times_theta(theta: dict[str, Tensor], slope: list[Tensor | None]) -> Tensor:
-    parts = [
-        t.new_zeros(t.numel()) if s is None else (t * s).flatten() for t, s in zip(theta.values(), slope, strict=True)
-    ]
-    return torch.cat(parts).double()
+def _times_theta(theta: dict[str, Tensor], slope: list[Tensor]) -> Tensor:
+    return wide(torch.cat([(t * s).flatten() for t, s in zip(theta.values(), slope, strict=True)]))
 
 
 def _weights_gradient(problem: Problem, chunk: Chunk) -> Sums:
@@ -181,7 +171,7 @@ def _weights_gradient(problem: Problem, chunk: Chunk) -> Sums:
 def _weights_forward_over_reverse(problem: Problem, chunk: Chunk) -> Sums:
     theta = _named_weights(problem)
     slope = torch.func.grad(_loss_at(problem, chunk))
-    first, second = torch.func.jvp(slope, (theta,), (theta,))
+    first, second = torch.func.jvp(slope, (theta,), (theta,))  # type: ignore[misc]
     return _times_theta(theta, list(first.values())), _times_theta(theta, list(second.values()))
 
 
@@ -189,8 +179,6 @@ def _weights_double_backward(problem: Problem, chunk: Chunk) -> Sums:
     theta = _named_weights(problem)
     at = {name: w.clone().requires_grad_() for name, w in theta.items()}
     first = derivative(_loss_at(problem, chunk)(at), list(at.values()), create_graph=True)
-    moved = sum((f * w).sum() for f, w in zip(first, theta.values(), strict=True) if f is not None)
-    second = (
-        derivative(moved, list(at.values())) if isinstance(moved, Tensor) and moved.requires_grad else [None] * len(at)
-    )
-    return _times_theta(theta, [None if f is None else f.detach() for f in first]), _times_theta(theta, second)
+    moved = torch.stack([(f * w).sum() for f, w in zip(first, theta.values(), strict=True)]).sum()
+    second = derivative(moved, list(at.values())) if moved.requires_grad else [torch.zeros_like(f) for f in first]
+    return _times_theta(theta, [f.detach() for f in first]), _times_theta(theta, second)

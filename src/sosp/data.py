@@ -51,7 +51,7 @@ class Chunk:
             if inside > 0:
                 origin.append((batch, inside))
             at += count
-        return Chunk(*cut, origin=tuple(origin), keyed=self.keyed)
+        return Chunk(cut[0], cut[1], tuple(origin), self.keyed)
 
 
 def _by_example(x: Any, size: int) -> bool:
@@ -85,7 +85,7 @@ def _batches(data: Any, examples: int | None, generator: torch.Generator | None)
         and isinstance(data[1], Tensor)
         and _leading(data[0]) is not None
     ):
-        return _split_pair(*data, examples, generator)
+        return _split_pair(data[0], data[1], examples, generator)
     if isinstance(data, Mapping):
         return [data]
     if isinstance(data, Tensor) or not isinstance(data, Iterable):

@@ -7,6 +7,7 @@ apart by example: its gate gradients are N rows of a tall matrix, and the Gram m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,12 +15,22 @@ from torch import Tensor
 
 from sosp.data import Chunk
 from sosp.gates import gated
-from sosp.jets import Jet
+from sosp.jets import value
 from sosp.losses import factors, logits_of, per_example
 from sosp.passes import (
-    Leaves, Problem, Sums, Terms, average, collect, derivative, example_tensor, first_that_works, jet_gates,
-    leaves, plain_gates,
-)  # fmt: skip
+    Gates,
+    Problem,
+    Sums,
+    Terms,
+    average,
+    derivative,
+    example_tensor,
+    first_that_works,
+    jet_gates,
+    open_gates,
+    plain_gates,
+    wide,
+)
 
 ROWS = 1024  # rows of the Jacobian gathered for one product with itself
 
@@ -51,7 +62,7 @@ def gauss_newton(
             total = first if total is None else total.add_(first)
         return (total,)
 
-    count, (first,) = average(problem, "Gauss-Newton", step)
+    count, (first,) = average(problem, "Gauss-Newton", step, share=0.7)
     assert first is not None and gram.total is not None
     second = gram.total.div_(count)
     return Terms(count, first, second) if diagonal else Terms(count, first, second.sum(1), second)
@@ -100,36 +111,29 @@ def _blocks(rows: Iterator[Tensor]) -> Iterator[Tensor]:
         yield torch.cat(held)
 
 
-def _plain(problem: Problem, at: Leaves) -> Any:
-    return plain_gates(problem, at.values)
+def _plain(problem: Problem, gates: Gates) -> AbstractContextManager[None]:
+    return plain_gates(problem, gates.values)
 
 
-def _with(gates: Callable[..., Any], classes: int | None, generator: torch.Generator | None) -> Callable[..., Rows]:
+def _with(way: Callable[..., Any], classes: int | None, generator: torch.Generator | None) -> Callable[..., Rows]:
     """Rows of one chunk: a forward pass with gates, then one backward pass per cotangent."""
 
     def rows_of(problem: Problem, chunk: Chunk, apart: bool) -> Rows:
         like = example_tensor(problem.model, chunk)
-        at = leaves(problem, like, None, chunk.size if apart else None)
-        with gates(problem, at):
+        gates = open_gates(problem, like, examples=chunk.size if apart else None)
+        with way(problem, gates):
             outputs = chunk.run(problem.model)
-            loss = per_example(problem.loss, outputs, chunk)
-        values = list(at.values)
-        first = derivative(_value(loss).sum(), values, retain_graph=True)
-        summed = [None if f is None else f.sum(0) if apart else f for f in first]
-        return collect(problem, summed, like), backward(problem, outputs, chunk, values)
+            loss = value(per_example(problem.loss, outputs, chunk))
+        (first,) = derivative(loss.sum(), [gates.values], retain_graph=True)
+        return wide(first.sum(0) if apart else first), backward(problem, outputs, chunk, gates)
 
-    def backward(problem: Problem, outputs: Any, chunk: Chunk, values: list[Tensor]) -> Iterator[Tensor]:
-        logits = _value(logits_of(outputs))
+    def backward(problem: Problem, outputs: Any, chunk: Chunk, gates: Gates) -> Iterator[Tensor]:
+        logits = value(logits_of(outputs))
         for v in factors(problem.loss, outputs, chunk, classes, generator):
-            found = derivative(logits, list(values), grad_outputs=v.to(logits.dtype), retain_graph=True)
-            rows = [None if f is None else f if f.dim() == 2 else f.unsqueeze(0) for f in found]
-            yield problem.structures.gather(rows, logits.new_empty(chunk.size, 0))
+            (rows,) = derivative(logits, [gates.values], grad_outputs=v.to(logits.dtype), retain_graph=True)
+            yield rows.view(-1, len(problem.structures))
 
     return rows_of
-
-
-def _value(x: Tensor) -> Tensor:
-    return x.p if isinstance(x, Jet) else x
 
 
 def examples_apart(problem: Problem, chunk: Chunk) -> bool:

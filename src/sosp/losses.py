@@ -61,7 +61,7 @@ def _finite(values: Tensor, chunk: Chunk) -> Tensor:
     if bool(bad.any()):
         row = int(torch.as_tensor(bad).nonzero()[0, 0])
         raise LossError(
-            f"the loss of {chunk.where(row)} is {float(values.detach()[row])}; the saliency of every structure would be too. "
+            f"the loss of {chunk.where(row)} is {float(values.detach()[row])}; every saliency would be too. "
             "Check that example, the labels and the weights (diverged training?)."
         )
     return values

@@ -81,7 +81,8 @@ class Mask:
 def _indices(layers: Mapping[str, Layer], name: str, channels: list[int]) -> Tensor:
     if name not in layers:
         raise StructureError(
-            f"the mask names {name!r}, which is no prunable layer of the model (or is its output layer).{nearest(name, layers)}"
+            f"the mask names {name!r}, which is no prunable layer of the model (or is its output layer)."
+            + nearest(name, layers)
         )
     size = layers[name].channels
     for c in channels:

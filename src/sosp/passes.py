@@ -22,11 +22,11 @@ from sosp.data import Chunk, check_device, rebatch
 from sosp.errors import DataError, DifferentiationError, SospError
 from sosp.gates import along, gated
 from sosp.losses import LossLike, per_example
-from sosp.preserve import borrowed
 from sosp.progress import track
 from sosp.records import Structures
 
 CPU_CHUNK = 96 * 2**20  # bytes of activations at once: beyond the caches a pass gets slower, not faster
+LARGEST_CHUNK = 1024  # examples: a GPU is busy by then
 
 
 class SlowPathWarning(UserWarning):
@@ -35,7 +35,7 @@ class SlowPathWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Problem:
-    """A network, what can be removed from it, and the loss on some data."""
+    """A network (borrowed: in eval mode, parameters frozen), what can be removed from it, and the loss on some data."""
 
     model: nn.Module
     structures: Structures
@@ -59,17 +59,19 @@ class Terms:
 Sums = tuple[Tensor | None, ...]
 
 
-def average(problem: Problem, label: str, step: Callable[[Chunk], Sums]) -> tuple[int, Sums]:
-    """Sum ``step`` over the data in chunks that fit the memory and divide once by the number of examples."""
+def average(problem: Problem, label: str, step: Callable[[Chunk], Sums], share: float = 1.0) -> tuple[int, Sums]:
+    """Sum ``step`` over the data in chunks that fit the memory and divide once by the number of examples.
+
+    ``share``: the memory a pass needs, as a multiple of the activations of a forward pass.
+    """
     total: list[Tensor | None] = []
     count = 0
     device = home(problem.model)
-    with borrowed(problem.model):
-        chunks = rebatch(_checked(problem.chunks, device), chunk_size(problem, device))
-        for chunk in track(chunks, label, problem.examples, "size"):
-            for part in _halved(step, chunk):
-                total = [_plus(a, b) for a, b in zip(total or [None] * len(part), part, strict=True)]
-            count += chunk.size
+    chunks = rebatch(_checked(problem.chunks, device), chunk_size(problem, device, share))
+    for chunk in track(chunks, label, problem.examples, "size"):
+        for part in _halved(step, chunk):
+            total = [_plus(a, b) for a, b in zip(total or [None] * len(part), part, strict=True)]
+        count += chunk.size
     if count == 0:
         raise DataError("the data is empty: not one example to score with. Is the loader's dataset or subset empty?")
     return count, tuple(None if t is None else t.div_(count) for t in total)
@@ -109,14 +111,13 @@ def home(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def chunk_size(problem: Problem, device: torch.device) -> int:
+def chunk_size(problem: Problem, device: torch.device, share: float) -> int:
     """How many examples run at once: what the caches like on a CPU, what the memory holds on a GPU."""
     footprint = max(problem.structures.footprint, 1)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        # Values and tangents, forward and backward, take about twice the activations of a forward pass.
-        return max(1, min(4096, int(0.4 * free / (2 * footprint))))
+        return max(1, min(LARGEST_CHUNK, int(0.5 * free / (share * footprint))))
     return max(4, min(256, CPU_CHUNK // footprint))
 
 
@@ -124,24 +125,23 @@ def chunk_size(problem: Problem, device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class Leaves:
-    """One gate value per channel of every layer (or per example and channel), and the gates' tangents."""
+class Gates:
+    """A gate of one for every structure, (S,) or (N, S) for each example by itself, and the direction it moves in."""
 
-    values: list[Tensor]
-    tangents: list[Tensor | None]
+    values: Tensor
+    direction: Tensor | None  # (S,)
+    moving: tuple[bool, ...]  # per layer, whether any of its gates moves
 
 
-def leaves(problem: Problem, like: Tensor, direction: Tensor | None, examples: int | None = None) -> Leaves:
-    """Gates of ones for every layer, moving in ``direction`` (S,)."""
-    layers, ids = problem.structures.layers, problem.structures.ids
-    shape = () if examples is None else (examples,)
-    values = [like.new_ones(*shape, layer.channels).requires_grad_() for layer in layers]
-    tangents: list[Tensor | None] = [None] * len(layers)
-    if direction is not None:
-        padded = torch.cat([direction.to(like), like.new_zeros(1)])  # channels without a gate do not move
-        moving = [padded[i.to(like.device)] for i in ids]
-        tangents = [m.requires_grad_() if bool(m.detach().any()) else None for m in moving]
-    return Leaves(values, tangents)
+def open_gates(problem: Problem, like: Tensor, direction: Tensor | None = None, examples: int | None = None) -> Gates:
+    """All gates open, ready to be differentiated in."""
+    structures = problem.structures
+    shape = (len(structures),) if examples is None else (examples, len(structures))
+    values = like.new_ones(shape).requires_grad_()
+    if direction is None:
+        return Gates(values, None, (False,) * len(structures.layers))
+    moving = tuple(bool(direction[ids[ids >= 0]].any()) for ids in structures.ids)
+    return Gates(values, direction.to(like).requires_grad_(), moving)
 
 
 def example_tensor(model: nn.Module, chunk: Chunk) -> Tensor:
@@ -153,24 +153,29 @@ def example_tensor(model: nn.Module, chunk: Chunk) -> Tensor:
 
 
 @contextmanager
-def jet_gates(problem: Problem, at: Leaves) -> Iterator[None]:
+def jet_gates(problem: Problem, gates: Gates) -> Iterator[None]:
     """Run the network on jets, which start at its first gate."""
     layers = problem.structures.layers
+    values = problem.structures.spread(gates.values)
+    # A channel without a gate has the value 1 and must not move: its tangent is a constant that nobody asks for.
+    tangents = None if gates.direction is None else problem.structures.spread(gates.direction)
 
     def apply(i: int, output: Any) -> Any:
-        return jets.gate(output, jets.Gate(at.values[i], at.tangents[i], layers[i].axis))
+        moving = tangents[i] if tangents is not None and gates.moving[i] else None
+        return jets.gate(output, jets.Gate(values[i], moving, layers[i].axis))
 
-    with gated(problem.model, layers, problem.structures.gate, apply):
+    with gated(problem.model, layers, problem.structures.gate, apply), jets.folded_norms(problem.model):
         yield
 
 
 @contextmanager
-def plain_gates(problem: Problem, values: list[Tensor]) -> Iterator[None]:
+def plain_gates(problem: Problem, values: Tensor) -> Iterator[None]:
     """Run the network with every channel multiplied by its gate."""
     layers = problem.structures.layers
+    spread = problem.structures.spread(values)
 
     def apply(i: int, output: Any) -> Any:
-        return output * along(values[i], output.dim(), layers[i].axis)
+        return output * along(spread[i], output.dim(), layers[i].axis)
 
     with gated(problem.model, layers, problem.structures.gate, apply):
         yield
@@ -181,16 +186,14 @@ def losses_of(problem: Problem, chunk: Chunk) -> Any:
     return per_example(problem.loss, chunk.run(problem.model), chunk)
 
 
-def derivative(output: Tensor, inputs: list[Tensor | None], **options: Any) -> list[Tensor | None]:
-    """``d output / d inputs``, None where an input is None or plays no part."""
+def derivative(output: Tensor, inputs: list[Tensor], **options: Any) -> list[Tensor]:
+    """``d output / d inputs``; zeros where an input plays no part."""
     if not output.requires_grad:
         raise DifferentiationError(
             "the loss does not depend differentiably on any structure. Look for torch.no_grad, .detach(), .item() or "
             "an argmax in the model's forward or in the loss."
         )
-    wanted = [x for x in inputs if x is not None]
-    found = iter(torch.autograd.grad(output, wanted, allow_unused=True, **options))
-    return [None if x is None else next(found) for x in inputs]
+    return list(torch.autograd.grad(output, inputs, materialize_grads=True, allow_unused=True, **options))
 
 
 # Ways: the same quantity, fast first ----------------------------------------------------------------------------------
@@ -225,7 +228,7 @@ def first_that_works(ways: Mapping[str, Way]) -> Way:
                     raise DifferentiationError(
                         "the network could not be differentiated twice by any of the exact ways tried. "
                         + "; ".join(told)
-                        + ". An operation in it lacks second derivatives; method='first-order' or 'sosp-i' need only first ones."
+                        + ". An operation lacks second derivatives; 'first-order' and 'sosp-i' need only first ones."
                     ) from error
                 names.pop(0)
                 warnings.warn(f"taking a slower exact way ({names[0]}); {told[-1]}", SlowPathWarning, stacklevel=2)
@@ -235,7 +238,6 @@ def first_that_works(ways: Mapping[str, Way]) -> Way:
     return step
 
 
-def collect(problem: Problem, per_layer: list[Tensor | None], like: Tensor) -> Tensor:
-    """(S,) in double precision: sums over many examples and channels."""
-    wide = torch.empty(0, dtype=torch.float64 if like.device.type != "mps" else like.dtype, device=like.device)
-    return problem.structures.gather(per_layer, wide)
+def wide(x: Tensor) -> Tensor:
+    """In double precision, where the device has it: sums over many chunks."""
+    return x if x.device.type == "mps" else x.double()

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sosp.errors import DifferentiationError
@@ -18,11 +18,11 @@ def borrowed(model: nn.Module) -> Iterator[None]:
     statistics) whatever mode it is in, and a batch norm that keeps no running statistics is refused.
     """
     refuse_batch_statistics(model)
-    modes = [(m, m.training) for m in model.modules()]
+    modules = list(model.modules())
+    modes = [(m, m.training) for m in modules]
     frozen = [(p, p.requires_grad) for p in model.parameters()]
-    buffers = [
-        (m, k, b, b._version, b.clone()) for m in model.modules() for k, b in m._buffers.items() if b is not None
-    ]
+    buffers = [(m, key, b, b._version) for m in modules for key, b in m._buffers.items() if b is not None]
+    copies = flat_copies([b for _, _, b, _ in buffers])
     rng = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     with ExitStack() as stack:
@@ -40,7 +40,7 @@ def borrowed(model: nn.Module) -> Iterator[None]:
                 m.training = mode
             for p, wanted in frozen:
                 p.requires_grad_(wanted)
-            for m, key, buffer, version, copy in buffers:
+            for (m, key, buffer, version), copy in zip(buffers, copies, strict=True):
                 if buffer._version != version:
                     with torch.no_grad():
                         buffer.copy_(copy)
@@ -48,6 +48,20 @@ def borrowed(model: nn.Module) -> Iterator[None]:
             torch.set_rng_state(rng)
             if cuda is not None:
                 torch.cuda.set_rng_state_all(cuda)
+
+
+def flat_copies(tensors: list[Tensor]) -> list[Tensor]:
+    """A copy of each, made with one operation per type and device: there may be hundreds of tiny ones."""
+    copies: list[Tensor] = list(tensors)
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, x in enumerate(tensors):
+        kinds.setdefault((x.dtype, x.device), []).append(i)
+    for members in kinds.values():
+        flat = torch.cat([tensors[i].detach().reshape(-1) for i in members])
+        parts = flat.split([tensors[i].numel() for i in members])
+        for i, part in zip(members, parts, strict=True):
+            copies[i] = part.view(tensors[i].shape)
+    return copies
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:

@@ -77,18 +77,13 @@ class Structures:
         found = {layer.name: picked[ids].nonzero().flatten() for layer, ids in zip(self.layers, self.ids, strict=True)}
         return {name: channels for name, channels in found.items() if len(channels)}
 
-    def gather(self, per_layer: list[Tensor | None], like: Tensor) -> Tensor:
-        """(..., S) sums over the channels of each structure, from one (..., channels) tensor per layer."""
-        if self.plain and all(v is not None for v in per_layer):
-            return torch.cat([v for v in per_layer if v is not None], -1).to(like.dtype)
-        total = like.new_zeros(*like.shape[:-1], self.count)
-        for ids, values in zip(self.ids, per_layer, strict=True):
-            if values is not None:
-                used = ids >= 0
-                columns = ids[used].to(values.device)
-                values = values if bool(used.all()) else values[..., used.to(values.device)]
-                total.index_add_(-1, columns, values.to(total.dtype))
-        return total
+    def spread(self, values: Tensor) -> list[Tensor]:
+        """One (..., channels) tensor per layer from (..., S): every channel takes its structure's value, or 1."""
+        if not self.plain:
+            none = values.new_ones(*values.shape[:-1], 1)
+            index = torch.cat(self.ids).to(values.device) % (self.count + 1)  # -1 picks the one at the end
+            values = torch.cat([values, none], -1).index_select(-1, index)
+        return list(values.split([layer.channels for layer in self.layers], -1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,178 @@
+"""What follows a convolution, in one step: normalisation, gate, residual add and ReLU, of a value and its tangent.
+
+Channel by channel, with tangents written as c', r', d (the gate's):
+
+    v = scale c + shift            v' = scale c'
+    y = v + r                      y' = v' + d z + r'         z = v, or scale c for a gate that comes first
+    a = max(y, 0)                  a' = [y > 0] y'
+
+Backward receives the cotangents A of a and B of a', masks both by [y > 0], and returns
+
+    c: scale (A + d B)    c': scale B    r: A    r': B    gate: sum z A + v' B    d: sum z B
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sosp.jets import kernels
+from sosp.jets.sums import channel_sums
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``axis`` of the channels; whether the gate acts before scale and shift; whether a ReLU ends it."""
+
+    axis: int
+    gate_first: bool
+    relu: bool
+
+
+class Parts(NamedTuple):
+    """The tensors of a forward step; those that are absent are None."""
+
+    c: Tensor
+    dc: Tensor | None
+    r: Tensor | None
+    dr: Tensor | None
+    d: Tensor | None  # (C,)
+    scale: Tensor | None  # (C,)
+    shift: Tensor | None  # (C,)
+
+
+@dataclass(frozen=True)
+class Back:
+    """What a backward step works on."""
+
+    A: Tensor | None
+    B: Tensor | None
+    base: Tensor | None  # what the gate's sums are formed with: a where ``compact``, else c; None without a gate
+    dbase: Tensor | None
+    a: Tensor | None  # the ReLU's output
+    d: Tensor | None
+    scale: Tensor | None
+    shift: Tensor | None
+    compact: bool  # nothing but a ReLU follows: its output tells all, since there y = v and y' = v' + d z
+    each: bool  # sums for each example by itself
+    residual: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.A, self.B, self.base, self.dbase, self.a, self.d, self.scale, self.shift
+
+
+def epilogue(
+    p: Tensor, t: Tensor | None, r: Tensor | None, dr: Tensor | None, gate: Tensor | None, d: Tensor | None,
+    scale: Tensor | None, shift: Tensor | None, plan: Plan,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The value and the tangent after everything pending."""
+    return Epilogue.apply(p, t, r, dr, gate, d, scale, shift, plan)
+
+
+class Epilogue(torch.autograd.Function):
+    """The step with its gradient; see the module's docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, c: Tensor, dc: Tensor | None, r: Tensor | None, dr: Tensor | None, g: Tensor | None,
+        d: Tensor | None, scale: Tensor | None, shift: Tensor | None, plan: Plan,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        parts = Parts(c, dc, r, dr, d, scale, shift)
+        y, dy = kernels.forward(parts, plan) if kernels.fit(c) else forward(parts, plan)
+        compact = plan.relu and r is None and g is not None
+        base, dbase = (y, dy) if compact else (c, dc) if g is not None else (None, None)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(base, dbase, y if plan.relu else None, d, scale, shift)
+        ctx.plan = plan
+        ctx.options = {"compact": compact, "each": g is not None and g.dim() == 2, "residual": r is not None}
+        ctx.present = [x is not None for x in (c, dc, r, dr, g, d)]
+        return y, dy
+
+    @staticmethod
+    def backward(ctx: Any, A: Tensor | None, B: Tensor | None) -> tuple[Tensor | None, ...]:
+        back = Back(A, B, *ctx.saved_tensors, **ctx.options)
+        like = A if A is not None else B
+        if like is None:
+            return (None,) * 9
+        found = kernels.backward(back, ctx.plan) if kernels.fit(like) else backward(back, ctx.plan)
+        return *(x if there else None for x, there in zip(found, ctx.present, strict=True)), None, None, None
+
+
+# With torch's own operations (``kernels`` does the same in one pass over the memory of a GPU) -----------------------
+
+
+def forward(parts: Parts, plan: Plan) -> tuple[Tensor, Tensor | None]:
+    c, dc, r, dr, d, scale, shift = parts
+    at = _shaper(c, plan.axis)
+    y = c if scale is None else torch.addcmul(at(shift), at(scale), c)
+    dy: Any = dc if dc is None or scale is None else dc * at(scale)
+    if d is not None:
+        z = c * at(scale) if plan.gate_first and scale is not None else y
+        dy = _plus_times(dy, z, at(d))
+    if r is not None:
+        y = y + r if y is c else y.add_(r)
+    if dr is not None:
+        dy = dr.clone() if dy is None else dy + dr if dy is dc else dy.add_(dr)
+    if plan.relu:
+        y = y.relu() if y is c else y.relu_()
+        dy = None if dy is None else torch.ops.aten.threshold_backward(dy, y, 0)
+    # What only passes through must leave as a tensor of its own.
+    return y.view_as(y) if y is c else y, dy.view_as(dy) if dy is not None and dy is dc else dy
+
+
+def backward(back: Back, plan: Plan) -> tuple[Tensor | None, ...]:
+    A, B, base, _, a, d, scale, _ = back.tensors
+    if a is not None:
+        A = None if A is None else torch.ops.aten.threshold_backward(A, a, 0)
+        B = None if B is None else torch.ops.aten.threshold_backward(B, a, 0)
+    dg, dd = (None, None) if base is None else gate_gradients(replace(back, A=A, B=B), plan)
+    at = _shaper(A if A is not None else B, plan.axis)
+    c = A if d is None or B is None else _plus_times(A, B, at(d))
+    c = c if c is None or scale is None else c * at(scale)
+    dc = B if B is None or scale is None else B * at(scale)
+    return c, dc, A, B, dg, dd
+
+
+def gate_gradients(back: Back, plan: Plan) -> tuple[Tensor, Tensor]:
+    """(sum z A + v' B, sum z B) over every channel."""
+
+    def total(x: Tensor | None, y: Tensor | None) -> Any:
+        return 0.0 if x is None or y is None else channel_sums(x * y, plan.axis, back.each)
+
+    def alone(x: Tensor | None) -> Any:
+        return 0.0 if x is None else channel_sums(x, plan.axis, back.each)
+
+    A, B, base, dbase, _, d, scale, shift = back.tensors
+    zA, zB, tB = total(base, A), total(base, B), total(dbase, B)
+    if back.compact:
+        # base = v: z is v, or v - shift for a gate that comes first; dbase = v' + d z.
+        if shift is not None and plan.gate_first:
+            zA, zB = zA - shift * alone(A), zB - shift * alone(B)
+        tB = tB if d is None else tB - d * zB
+    elif scale is not None and shift is not None:
+        # base = c: z is scale c, plus shift for a gate that comes last; dbase = c'.
+        zA, zB, tB = scale * zA, scale * zB, scale * tB
+        if not plan.gate_first:
+            zA, zB = zA + shift * alone(A), zB + shift * alone(B)
+    return zA + tB, zB
+
+
+def _plus_times(x: Tensor | None, y: Tensor, factor: Tensor) -> Tensor:
+    """``x + y * factor``; x may be absent."""
+    return y * factor if x is None else torch.addcmul(x, y, factor)
+
+
+def _shaper(x: Any, axis: int) -> Callable[[Any], Any]:
+    """Per-channel values, shaped to broadcast along ``axis`` of x."""
+
+    def at(values: Tensor) -> Tensor:
+        shape = [1] * x.dim()
+        shape[axis] = values.numel()
+        return values.view(shape)
+
+    return at

@@ -1,0 +1,58 @@
+"""Trust torch's forward-mode rule for an operation only after it has been seen to differentiate backward.
+
+Some of torch's forward-mode rules (layer norm, softmax) compute the right tangent but cannot be differentiated
+backward, or, worse, give a wrong result when they are. So each operation is tried once, on the data at hand: the
+derivative of its tangent, backward over forward, must equal the tangent of its derivative, forward over backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sosp.jets.jet import Jet, Unsupported, value
+
+TRUST: dict[Any, bool] = {}
+
+
+def require_trust(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ``Unsupported`` unless torch's forward-mode rule for this call can be differentiated backward."""
+    settings = tree_map(lambda a: "tensor" if isinstance(a, Tensor) else repr(a), (args, kwargs))
+    key = (func, str(settings))
+    if key not in TRUST:
+        TRUST[key] = _mixed_derivatives_agree(func, args, kwargs)
+    if not TRUST[key]:
+        raise Unsupported(f"torch's forward-mode rule for {getattr(func, '__name__', func)} cannot be differentiated")
+
+
+def _mixed_derivatives_agree(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    moving = {id(a): a for a in tree_leaves((args, kwargs)) if isinstance(a, Jet) and a.tangent is not None}
+    places = {key: i for i, key in enumerate(moving)}
+    p = [j.primal.detach() for j in moving.values()]
+    t = [j.tangent.detach() for j in moving.values() if j.tangent is not None]
+
+    def run(values: list[Tensor]) -> list[Tensor]:
+        swap = lambda a: values[places[id(a)]] if id(a) in places else value(a)  # noqa: E731
+        swapped = tree_map(swap, (args, kwargs))
+        return [
+            o for o in tree_leaves(func(*swapped[0], **swapped[1])) if isinstance(o, Tensor) and o.is_floating_point()
+        ]
+
+    def weigh(outputs: list[Tensor]) -> Tensor:
+        """Any fixed weights that treat no two outputs alike."""
+        weights = [torch.arange(o.numel(), device=o.device).cos().to(o.dtype).view(o.shape) for o in outputs]
+        return torch.stack([(o * w).sum() for o, w in zip(outputs, weights, strict=True)]).sum()
+
+    try:
+        if not run(p):
+            return True  # a comparison, an index: nothing to differentiate
+        backward = torch.func.grad(lambda v: weigh(torch.func.jvp(run, (v,), (t,))[1]))(p)
+        forward = torch.func.jvp(torch.func.grad(lambda v: weigh(run(v))), (p,), (t,))[1]
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    ahead, back = (torch.cat([x.flatten() for x in xs]) for xs in (forward, backward))
+    loose = {torch.float64: 1e-6, torch.float32: 1e-2}.get(back.dtype, 0.2)
+    return bool((ahead - back).norm() <= loose * (ahead.norm() + back.norm()))
