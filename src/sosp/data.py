@@ -15,41 +15,53 @@ from sosp.errors import ArgumentError, DataError
 PAIR = 256  # examples per batch when the data is one pair of tensors
 
 
+# (the user's batch, the place of the first example in it, how many); no batch where the data is a pair of tensors.
+Span = tuple[int | None, int, int]
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Some examples: what the model takes, what it should say, and the user's batch each one came from."""
 
     inputs: Any  # a tensor, a tuple of them or a dict of keyword arguments; first dimension = example
     targets: Any  # None where the batch is a dict without labels
-    origin: tuple[tuple[int, int], ...]  # (the user's batch, examples of it here), in order
+    origin: tuple[Span, ...]  # in order
     keyed: bool = False  # a dict batch, Hugging Face style: the model may return its own loss
 
     @property
     def size(self) -> int:
-        return sum(n for _, n in self.origin)
+        return sum(count for _, _, count in self.origin)
+
+    @property
+    def source(self) -> str:
+        """The user's batch that these examples, or the first of them, came from."""
+        batch = self.origin[0][0]
+        return "the data" if batch is None else f"batch {batch}"
 
     def run(self, model: nn.Module) -> Any:
-        """The model's output on these inputs."""
-        if isinstance(self.inputs, Mapping):
-            return model(**self.inputs)
-        return model(*self.inputs) if isinstance(self.inputs, tuple) else model(self.inputs)
+        """The model's output on a copy of these inputs: some networks write into what they are given."""
+        inputs = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, self.inputs)
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
     def where(self, row: int) -> str:
         """Name example ``row`` as the user would: its batch and its place there."""
-        for batch, count in self.origin:
+        for batch, first, count in self.origin:
             if row < count:
-                return f"example {row} of batch {batch}"
+                return f"example {first + row}" + ("" if batch is None else f" of batch {batch}")
             row -= count
-        return f"example {row}"
+        raise IndexError(row)
 
     def rows(self, start: int, stop: int) -> Chunk:
         """The examples ``start:stop``."""
         cut = tree_map(lambda x: x[start:stop] if _by_example(x, self.size) else x, (self.inputs, self.targets))
-        origin, at = [], 0
-        for batch, count in self.origin:
-            inside = min(stop, at + count) - max(start, at)
-            if inside > 0:
-                origin.append((batch, inside))
+        origin: list[Span] = []
+        at = 0
+        for batch, first, count in self.origin:
+            low, high = max(start - at, 0), min(stop - at, count)
+            if low < high:
+                origin.append((batch, first + low, high - low))
             at += count
         return Chunk(cut[0], cut[1], tuple(origin), self.keyed)
 
@@ -67,36 +79,37 @@ def read(data: Any, examples: int | None, generator: torch.Generator | None) -> 
     if examples is not None and (isinstance(examples, bool) or not isinstance(examples, int) or examples < 1):
         raise ArgumentError(f"examples={examples!r} must be a positive whole number, or None for all the data.")
     left = examples
-    for index, batch in enumerate(_batches(data, examples, generator)):
-        chunk = _chunk(batch, index)
+    for chunk in _chunks(data, examples, generator):
         if left is not None and chunk.size > left:
             chunk = chunk.rows(0, left)
-        yield chunk
+        if chunk.size:
+            yield chunk
         if left is not None:
             left -= chunk.size
             if left <= 0:
                 return
 
 
-def _batches(data: Any, examples: int | None, generator: torch.Generator | None) -> Iterable[Any]:
-    if (
-        isinstance(data, (tuple, list))
-        and len(data) == 2
-        and isinstance(data[1], Tensor)
-        and _leading(data[0]) is not None
-    ):
-        return _split_pair(data[0], data[1], examples, generator)
+def _chunks(data: Any, examples: int | None, generator: torch.Generator | None) -> Iterator[Chunk]:
+    if isinstance(data, (tuple, list)) and len(data) == 2 and _is_pair(*data):
+        return _split_pair(_plain(data[0]), data[1], examples, generator)
     if isinstance(data, Mapping):
-        return [data]
-    if isinstance(data, Tensor) or not isinstance(data, Iterable):
+        return iter([_chunk(data, 0)])
+    if isinstance(data, (Tensor, str)) or not isinstance(data, Iterable):
         raise DataError(
             f"data is a {type(data).__name__}; give a DataLoader, an iterable of (inputs, targets), "
             "a pair of tensors (inputs, targets), or dict batches with 'labels'."
         )
-    return data
+    return (_chunk(batch, index) for index, batch in enumerate(data))
 
 
-def _split_pair(inputs: Any, targets: Tensor, examples: int | None, generator: torch.Generator | None) -> Iterator[Any]:
+def _is_pair(inputs: Any, targets: Any) -> bool:
+    return isinstance(targets, Tensor) and targets.dim() > 0 and _leading(_plain(inputs)) is not None
+
+
+def _split_pair(
+    inputs: Any, targets: Tensor, examples: int | None, generator: torch.Generator | None
+) -> Iterator[Chunk]:
     total = targets.shape[0]
     if _leading(inputs) != total:
         raise DataError(f"the inputs hold {_leading(inputs)} examples and the targets {total}; give as many of each.")
@@ -105,7 +118,8 @@ def _split_pair(inputs: Any, targets: Tensor, examples: int | None, generator: t
         generator = generator or torch.Generator().manual_seed(0)
         order = torch.randperm(total, generator=generator, device=generator.device)[:examples].cpu().sort().values
     for part in order.split(PAIR):
-        yield tree_map(lambda x, part=part: x[part.to(x.device)], (inputs, targets))
+        x, y = tree_map(lambda x, part=part: x[part.to(x.device)] if _by_example(x, total) else x, (inputs, targets))
+        yield Chunk(x, y, tuple((None, i, 1) for i in part.tolist()))
 
 
 def _leading(inputs: Any) -> int | None:
@@ -116,13 +130,19 @@ def _leading(inputs: Any) -> int | None:
     return None
 
 
+def _plain(inputs: Any) -> Any:
+    """Arguments as a tuple, keyword arguments as a dict (Hugging Face's are a class of their own)."""
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    return tuple(inputs) if isinstance(inputs, list) else inputs
+
+
 def _chunk(batch: Any, index: int) -> Chunk:
     if isinstance(batch, Mapping):
-        return Chunk(dict(batch), batch.get("labels"), ((index, _count(batch, index)),), keyed=True)
+        return Chunk(dict(batch), batch.get("labels"), ((index, 0, _count(batch, index)),), keyed=True)
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        inputs, targets = batch
-        inputs = tuple(inputs) if isinstance(inputs, list) else inputs
-        return Chunk(inputs, targets, ((index, _count(inputs, index)),))
+        inputs, targets = _plain(batch[0]), batch[1]
+        return Chunk(inputs, targets, ((index, 0, _count(inputs, index)),))
     raise DataError(
         f"batch {index} is a {type(batch).__name__}"
         + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
@@ -168,7 +188,9 @@ def _joinable(a: Chunk, b: Chunk) -> bool:
     flat_a, form_a = tree_flatten((a.inputs, a.targets))
     flat_b, form_b = tree_flatten((b.inputs, b.targets))
     return form_a == form_b and all(
-        _by_example(x, a.size) and _by_example(y, b.size) and x.shape[1:] == y.shape[1:] and x.device == y.device
+        _by_example(x, a.size)
+        and _by_example(y, b.size)
+        and (x.shape[1:], x.dtype, x.device) == (y.shape[1:], y.dtype, y.device)
         for x, y in zip(flat_a, flat_b, strict=True)
     )
 
@@ -187,6 +209,6 @@ def check_device(chunk: Chunk, device: torch.device) -> None:
     for x in tree_leaves((chunk.inputs, chunk.targets)):
         if isinstance(x, Tensor) and x.device != device:
             raise DataError(
-                f"batch {chunk.origin[0][0]} is on {x.device} and the model on {device}. "
+                f"{chunk.source} is on {x.device} and the model on {device}. "
                 f"Move the data (x.to({str(device)!r})) or the model (model.to({str(x.device)!r}))."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from sosp.data import Chunk
 from sosp.errors import ArgumentError, DataError, LossError, OutputError, one_of
@@ -33,7 +35,7 @@ def per_example(loss: LossLike, outputs: Any, chunk: Chunk) -> Tensor:
             return _finite(own.mean().expand(chunk.size), chunk)
         if chunk.targets is None:
             raise DataError(
-                f"batch {chunk.origin[0][0]} is a dict without 'labels' and the model returned no loss. "
+                f"{chunk.source} is a dict without 'labels' and the model returned no loss. "
                 "Add 'labels' to the batches or give (inputs, targets) pairs."
             )
     if callable(loss):
@@ -53,6 +55,11 @@ def _one_each(values: Any, chunk: Chunk) -> Tensor:
             f"the loss returned shape {tuple(values.shape)} for {chunk.size} examples; it must return one loss per "
             "example (use reduction='none')."
         )
+    return _summed(values)
+
+
+def _summed(values: Tensor) -> Tensor:
+    """(N,) from (N, ...)."""
     return values.flatten(1).sum(1) if values.dim() > 1 else values
 
 
@@ -79,8 +86,9 @@ def logits_of(outputs: Any) -> Tensor:
         return _real(outputs[0])
     raise OutputError(
         f"the model returns a {type(outputs).__name__} and no logits were found in it (looked for a tensor, .logits, "
-        "['logits'], ['out'], the first of a tuple). Give loss=a function of (outputs, targets) that returns one loss "
-        "per example, or wrap the model."
+        "['logits'], ['out'], the first of a tuple). Wrap the model to return its logits; or, for methods "
+        "that do without ('sosp-h', 'first-order'), give loss=a function of (outputs, targets) that returns one "
+        "loss per example."
     )
 
 
@@ -97,41 +105,61 @@ def cross_entropy(logits: Tensor, chunk: Chunk) -> Tensor:
     """``-log softmax(f)_y`` of each example; with several positions (pixels, tokens), their mean."""
     targets = chunk.targets
     if not isinstance(targets, Tensor):
-        raise DataError(
-            f"cross_entropy needs a tensor of labels; batch {chunk.origin[0][0]} has a {type(targets).__name__}."
-        )
+        raise DataError(f"cross_entropy needs a tensor of labels; {chunk.source} has a {type(targets).__name__}.")
     if targets.is_floating_point():
-        return F.cross_entropy(logits, targets, reduction="none")
+        _check_soft(logits, targets, chunk)
+        values = F.cross_entropy(logits, targets.to(logits.dtype), reduction="none")
+        return _summed(values) / max(1, math.prod(values.shape[1:]))
     logits = classes_second(logits, targets)
     _check_labels(targets, logits.shape[1], chunk)
-    values = F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)
-    if values.dim() == 1:
-        return values
-    counted = (targets != IGNORED).flatten(1).sum(1).clamp_min(1)
-    return values.flatten(1).sum(1) / counted
+    values = F.cross_entropy(logits, targets.long(), reduction="none", ignore_index=IGNORED)
+    return values if values.dim() == 1 else _summed(values) / (targets != IGNORED).flatten(1).sum(1).clamp_min(1)
 
 
 def classes_second(logits: Tensor, targets: Tensor | None) -> Tensor:
     """(N, D, positions...) from (N, D, ...) or, as language models give it, (N, ..., D)."""
-    if targets is None or logits.dim() < 3 or (logits.shape[0], *logits.shape[2:]) == tuple(targets.shape):
+    if targets is None:
         return logits
-    if tuple(logits.shape[:-1]) == tuple(targets.shape):
+    if logits.dim() > 1 and (logits.shape[0], *logits.shape[2:]) == tuple(targets.shape):
+        return logits
+    if logits.dim() > 2 and tuple(logits.shape[:-1]) == tuple(targets.shape):
         return logits.movedim(-1, 1)
-    raise DataError(f"outputs of shape {tuple(logits.shape)} and labels of shape {tuple(targets.shape)} do not match.")
+    raise DataError(
+        f"outputs of shape {tuple(logits.shape)} and labels of shape {tuple(targets.shape)} do not match. "
+        "cross_entropy takes one output per class and one label per example, or per position: outputs (N, D, ...) or "
+        "(N, ..., D) and labels (N, ...)."
+    )
 
 
 def _check_labels(targets: Tensor, classes: int, chunk: Chunk) -> None:
-    if targets.dim() == 0 or targets.shape[0] != chunk.size:
-        raise DataError(
-            f"batch {chunk.origin[0][0]} has {chunk.size} examples and labels of shape {tuple(targets.shape)}."
+    if targets.shape[0] != chunk.size:
+        raise DataError(f"{chunk.source} has {chunk.size} examples and labels of shape {tuple(targets.shape)}.")
+    if classes == 1:
+        raise LossError(
+            "the cross-entropy of a single output is always zero. For one logit per example give a loss of your own: "
+            "lambda f, y: F.binary_cross_entropy_with_logits(f[:, 0], y.to(f.dtype), reduction='none')."
         )
     wrong = (targets != IGNORED) & ((targets < 0) | (targets >= classes))
     if bool(wrong.any()):
-        row = int(wrong.flatten(1).any(1).nonzero()[0]) if targets.dim() > 1 else int(wrong.nonzero()[0])
-        value = int(targets[wrong][0])
+        row = int(wrong.nonzero()[0, 0])
         raise DataError(
-            f"the label of {chunk.where(row)} is {value}, but the model has {classes} outputs (labels 0 to "
-            f"{classes - 1}). Check the labels, or that this is the right model for the data."
+            f"the label of {chunk.where(row)} is {int(targets[wrong][0])}, but the model has {classes} outputs (labels "
+            f"0 to {classes - 1}). Check the labels, or that this is the right model for the data."
+        )
+
+
+def _check_soft(logits: Tensor, targets: Tensor, chunk: Chunk) -> None:
+    if targets.shape != logits.shape or targets.dim() < 2:
+        raise DataError(
+            f"{chunk.source} has real-valued labels of shape {tuple(targets.shape)} for outputs of shape "
+            f"{tuple(logits.shape)}. Give class numbers as integers (y.long()), or probabilities of the outputs' shape."
+        )
+    wrong = targets < 0
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0, 0])
+        raise DataError(
+            f"a probability in the label of {chunk.where(row)} is {float(targets[wrong][0])}. Give probabilities, or "
+            "loss='mse' for real targets."
         )
 
 
@@ -140,8 +168,11 @@ def squared(outputs: Tensor, chunk: Chunk) -> Tensor:
     targets = chunk.targets
     if not isinstance(targets, Tensor) or targets.shape != outputs.shape:
         found = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
-        raise DataError(f"mse needs targets of the outputs' shape {tuple(outputs.shape)}; found {found}.")
-    return 0.5 * (outputs - targets).pow(2).flatten(1).sum(1)
+        raise DataError(
+            f"mse needs targets of the outputs' shape {tuple(outputs.shape)}; {chunk.source} has {found}. Reshape "
+            "them, or give a loss of your own."
+        )
+    return 0.5 * _summed((outputs - targets).pow(2))
 
 
 # The curvature R_n of the loss in the outputs, as cotangents v with sum_v v v^T = R_n -----------------------------
@@ -151,11 +182,11 @@ def factors(
     loss: LossLike, outputs: Any, chunk: Chunk, classes: int | None, generator: torch.Generator | None
 ) -> Iterator[Tensor]:
     """Cotangents of the logits, each one backward pass, whose outer products sum to R_n for every example n."""
+    if classes is not None:
+        _check_classes(loss, classes)
     logits = logits_of(outputs).detach()
     if callable(loss):
-        if classes is not None:
-            raise ArgumentError("classes= samples the labels of a cross-entropy; with another loss leave it out.")
-        yield from _dense_factors(loss, logits, chunk)
+        yield from _dense_factors(loss, outputs, chunk)
     elif loss == "mse":
         yield from _identity_factors(logits, classes, generator)
     elif classes is None:
@@ -164,17 +195,27 @@ def factors(
         yield from _sampled_labels(*_probabilities(logits, chunk), classes, generator)
 
 
+def _check_classes(loss: LossLike, classes: int) -> None:
+    if callable(loss):
+        raise ArgumentError("classes= samples the outputs of a loss known by name; with your own loss leave it out.")
+    if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
+        raise ArgumentError(f"classes={classes!r} must be a positive whole number of labels sampled per example.")
+
+
 def _probabilities(logits: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """Softmax with the classes last (N, positions, D), the weight of each position, and the way back."""
     targets = chunk.targets
     labels = targets if isinstance(targets, Tensor) and not targets.is_floating_point() else None
-    moved = classes_second(logits, labels).movedim(1, -1)
-    last = logits.dim() > 2 and labels is not None and tuple(logits.shape[:-1]) == tuple(labels.shape)
+    second = classes_second(logits, labels)
+    last = second is not logits
+    moved = second.movedim(1, -1)
     p = moved.flatten(1, -2).softmax(-1) if moved.dim() > 2 else moved.softmax(-1).unsqueeze(1)
     weight = p.new_ones(p.shape[:2]) / p.shape[1]
-    if labels is not None and labels.dim() > 1:
-        counted = (labels != IGNORED).flatten(1).to(p.dtype)
+    if labels is not None:
+        counted = (labels != IGNORED).reshape(p.shape[:2]).to(p.dtype)
         weight = counted / counted.sum(1, keepdim=True).clamp_min(1)
+    elif isinstance(targets, Tensor) and targets.shape == logits.shape:
+        weight = weight * targets.to(p.dtype).sum(1).reshape(p.shape[:2])  # 1, if they are probabilities
 
     def back(v: Tensor) -> Tensor:
         v = v.reshape(moved.shape)
@@ -206,8 +247,6 @@ def _sampled_labels(
     p: Tensor, weight: Tensor, back: Callable[[Tensor], Tensor], k: int, generator: torch.Generator | None
 ) -> Iterator[Tensor]:
     """Unbiased: with y ~ p, ``E[(p - e_y)(p - e_y)^T] = R``; k draws, each one backward pass."""
-    if not isinstance(k, int) or k < 1:
-        raise ArgumentError(f"classes={k!r} must be a positive whole number of sampled labels per example.")
     generator = generator or torch.Generator(p.device).manual_seed(0)
     flat = p.flatten(0, 1).to(generator.device)
     drawn = torch.multinomial(flat, k, replacement=True, generator=generator).to(p.device)
@@ -232,15 +271,17 @@ def _identity_factors(logits: Tensor, classes: int | None, generator: torch.Gene
         yield signs / math.sqrt(classes)
 
 
-def _dense_factors(loss: Callable[[Any, Any], Tensor], logits: Tensor, chunk: Chunk) -> Iterator[Tensor]:
+def _dense_factors(loss: Callable[[Any, Any], Tensor], outputs: Any, chunk: Chunk) -> Iterator[Tensor]:
     """Any other loss convex in the outputs: its own Hessian, ``R_n = V diag(w) V^T``, column by column."""
+    logits = logits_of(outputs)
     D = logits[0].numel()
     if D > LARGEST_R:
         raise LossError(
             f"SOSP-I with a loss of your own forms its Hessian in the outputs, and there are {D} of them (limit "
             f"{LARGEST_R}). Use method='sosp-h', which never forms it."
         )
-    w, V = torch.linalg.eigh(output_hessian(loss, logits, chunk))
+    R = output_hessian(loss, outputs, chunk)
+    w, V = torch.linalg.eigh(R.to(torch.promote_types(R.dtype, torch.float32)))
     if bool((w < -1e-6 * w.abs().amax().clamp_min(1e-30)).any()):
         raise LossError(
             "the loss is not convex in the network's outputs, so its Gauss-Newton matrix is no measure of damage. "
@@ -251,13 +292,39 @@ def _dense_factors(loss: Callable[[Any, Any], Tensor], logits: Tensor, chunk: Ch
         yield (V[:, :, j] * root[:, j, None]).reshape(logits.shape)
 
 
-def output_hessian(loss: Callable[[Any, Any], Tensor], logits: Tensor, chunk: Chunk) -> Tensor:
+def output_hessian(loss: Callable[[Any, Any], Tensor], outputs: Any, chunk: Chunk) -> Tensor:
     """``d²l_n / df df`` of every example, (N, D, D), by differentiating twice through the loss alone."""
-    z = logits.clone().requires_grad_()
-    values = _one_each(loss(z, chunk.targets), chunk)
-    (slope,) = torch.autograd.grad(values.sum(), z, create_graph=True)
-    slope = slope.flatten(1)
+    fresh, tensors = _fresh(outputs)
+    z = logits_of(fresh)
+    others = [x for x in tensors if x is not z]
+    values = _one_each(loss(fresh, chunk.targets), chunk)
+    slope, *rest = torch.autograd.grad(values.sum(), [z, *others], create_graph=True, materialize_grads=True)
+    if any(bool(r.any()) for r in rest):
+        raise LossError(
+            "the loss depends on outputs of the model besides its logits, which SOSP-I does not follow. Use "
+            "method='sosp-h', or wrap the model to return one tensor."
+        )
+    slope = slope.flatten(1) if slope.dim() > 1 else slope.unsqueeze(1)
     if not slope.requires_grad:  # linear in the outputs
         return slope.new_zeros(*slope.shape, slope.shape[1])
-    rows = [torch.autograd.grad(slope[:, j].sum(), z, retain_graph=True)[0].flatten(1) for j in range(slope.shape[1])]
-    return torch.stack(rows, 1)
+    columns = slope.sum(0)  # examples do not mix, so one backward pass serves all of them
+    rows = [torch.autograd.grad(column, z, retain_graph=True, materialize_grads=True)[0] for column in columns]
+    return torch.stack([row.reshape(slope.shape) for row in rows], 1)
+
+
+def _fresh(outputs: Any) -> tuple[Any, list[Tensor]]:
+    """A copy of the outputs whose tensors are leaves of a new graph, and those tensors."""
+    leaves: list[Tensor] = []
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.is_floating_point():
+            leaves.append(x.detach().clone().requires_grad_())
+            return leaves[-1]
+        return x
+
+    twin = tree_map(leaf, outputs)
+    if twin is outputs:  # a class of the user's own
+        twin = copy.copy(outputs)
+        for key, x in vars(outputs).items():
+            setattr(twin, key, tree_map(leaf, x))
+    return twin, leaves

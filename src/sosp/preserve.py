@@ -1,13 +1,16 @@
 """Borrow the user's model: eval mode and frozen parameters inside, everything as it was outside."""
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
 
-from sosp.errors import DifferentiationError
+from sosp.errors import DifferentiationError, StructureError
 
 
 @contextmanager
@@ -15,53 +18,128 @@ def borrowed(model: nn.Module) -> Iterator[None]:
     """Evaluate ``model`` with its parameters frozen; undo every trace of it, also after an exception.
 
     Examples are scored one by one, so a normalisation must not mix them: the model runs in eval mode (running
-    statistics) whatever mode it is in, and a batch norm that keeps no running statistics is refused.
+    statistics) whatever mode it is in, and a batch norm that keeps no running statistics is refused. Backward hooks
+    rest meanwhile: the derivatives are ours, and a hook that changes gradients would make them wrong ones.
     """
+    refuse_uninitialised(model)
     refuse_batch_statistics(model)
-    modules = list(model.modules())
-    modes = [(m, m.training) for m in modules]
-    frozen = [(p, p.requires_grad) for p in model.parameters()]
-    buffers = [(m, key, b, b._version) for m in modules for key, b in m._buffers.items() if b is not None]
-    copies = flat_copies([b for _, _, b, _ in buffers])
-    rng = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
         # Flash and memory-efficient attention have neither forward-mode nor double-backward rules.
         stack.enter_context(sdpa_kernel([SDPBackend.MATH]))
-        stack.enter_context(torch.enable_grad())
-        try:
-            for m, _ in modes:
-                m.training = False
-            for p, _ in frozen:
-                p.requires_grad_(False)
-            yield
-        finally:
-            for m, mode in modes:
-                m.training = mode
-            for p, wanted in frozen:
-                p.requires_grad_(wanted)
-            for (m, key, buffer, version), copy in zip(buffers, copies, strict=True):
-                if buffer._version != version:
-                    with torch.no_grad():
-                        buffer.copy_(copy)
-                m._buffers[key] = buffer
-            torch.set_rng_state(rng)
-            if cuda is not None:
-                torch.cuda.set_rng_state_all(cuda)
+        stack.enter_context(_layer_by_layer())
+        stack.enter_context(_same_random_numbers())
+        stack.enter_context(_same_attributes(model))
+        stack.enter_context(_same_buffers(model))
+        stack.enter_context(_same_wishes(model))
+        for m in model.modules():
+            m.training = False
+            if m._backward_hooks or m._backward_pre_hooks:
+                m._backward_hooks, m._backward_pre_hooks = OrderedDict(), OrderedDict()
+        for p in model.parameters():
+            p.requires_grad_(False)
+        yield
 
 
-def flat_copies(tensors: list[Tensor]) -> list[Tensor]:
-    """A copy of each, made with one operation per type and device: there may be hundreds of tiny ones."""
-    copies: list[Tensor] = list(tensors)
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i, x in enumerate(tensors):
-        kinds.setdefault((x.dtype, x.device), []).append(i)
-    for members in kinds.values():
-        flat = torch.cat([tensors[i].detach().reshape(-1) for i in members])
-        parts = flat.split([tensors[i].numel() for i in members])
-        for i, part in zip(members, parts, strict=True):
-            copies[i] = part.view(tensors[i].shape)
-    return copies
+@contextmanager
+def _layer_by_layer() -> Iterator[None]:
+    """Torch's fused transformer layers do not call the layers inside, where the gates are."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+@contextmanager
+def _same_attributes(model: nn.Module) -> Iterator[None]:
+    """What a forward pass keeps on its modules (a counter, its last features) would outlive it, graph and all."""
+    attributes = [(m, dict(vars(m))) for m in model.modules()]
+    modes = [(m, m.training) for m, _ in attributes]
+    try:
+        yield
+    finally:
+        for m, before in attributes:
+            restore(vars(m), before)
+        for m, mode in modes:
+            m.training = mode
+
+
+@contextmanager
+def _same_buffers(model: nn.Module) -> Iterator[None]:
+    """The same buffers with the same numbers in them."""
+    holders = [(m._buffers, dict(m._buffers)) for m in model.modules()]
+    kinds = by_kind([b for _, before in holders for b in before.values() if b is not None])
+    copies = [flat(kind) for kind in kinds]
+    try:
+        yield
+    finally:
+        for now, before in holders:
+            restore(now, before)
+        for kind, kept in zip(kinds, copies, strict=True):
+            if not torch.equal(flat(kind), kept):
+                write(kind, kept)
+
+
+@contextmanager
+def _same_wishes(model: nn.Module) -> Iterator[None]:
+    """Which parameters ask for a gradient."""
+    wishes = [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        for p, wanted in wishes:
+            p.requires_grad_(wanted)
+
+
+def restore(now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Give a dictionary its old entries back, in their old order if it had to change."""
+    if list(now) != list(before):
+        now.clear()
+    now.update(before)
+
+
+def by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """The tensors by type and device: there may be hundreds of tiny ones, and one operation serves a kind."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for x in tensors:
+        if not x.is_meta:
+            kinds.setdefault((x.dtype, x.device), []).append(x)
+    return list(kinds.values())
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    """A copy of all, end to end."""
+    return torch.cat([x.detach().reshape(-1) for x in tensors])
+
+
+@torch.no_grad()
+def write(tensors: list[Tensor], flat: Tensor) -> None:
+    """The inverse of ``flat``."""
+    for x, part in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
+        x.copy_(part.view(x.shape))
+
+
+def refuse_uninitialised(model: nn.Module) -> None:
+    for name, x in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(x):
+            raise StructureError(
+                f"{name!r} is not initialised yet (a lazy layer). Run one batch through the model first."
+            )
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:

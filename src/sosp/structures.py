@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.errors import StructureError, nearest, one_of
+from sosp.errors import ArgumentError, StructureError, nearest, one_of
 from sosp.records import INPUT, Layer, Structures
 from sosp.wiring import Trace, trace
 
@@ -28,7 +28,7 @@ class LayerType:
     axis: int  # of the channels in the output
     channels: Callable[[Any], int]
     kernel: Callable[[Any], float] = lambda m: 1.0
-    positions: Callable[[Tensor, Tensor], float] = lambda x, y: y[0].numel() / y.shape[-1]
+    positions: Callable[[Tensor, Tensor], float] = lambda x, y: y.numel() / y.shape[-1]  # from input and output
     depthwise: Callable[[Any], bool] = lambda m: False
 
 
@@ -41,8 +41,8 @@ def _depthwise(m: Any) -> bool:
 
 
 # Every position of the output (of the input, for transposed convolutions) applies the filter once.
-CONV = LayerType(1, lambda m: m.out_channels, _edge, lambda x, y: y[0, 0].numel(), _depthwise)
-TRANSPOSED = LayerType(1, lambda m: m.out_channels, _edge, lambda x, y: x[0, 0].numel(), _depthwise)
+CONV = LayerType(1, lambda m: m.out_channels, _edge, lambda x, y: y.numel() / y.shape[1], _depthwise)
+TRANSPOSED = LayerType(1, lambda m: m.out_channels, _edge, lambda x, y: x.numel() / x.shape[1], _depthwise)
 
 LAYERS: dict[type[nn.Module] | str, LayerType] = {
     nn.Conv1d: CONV,
@@ -87,6 +87,8 @@ def find_structures(
     """
     one_of("kind", kind, KINDS)
     one_of("gate", gate, GATES)
+    if groups != "independent" and kind != "filters":
+        raise ArgumentError(f"groups= ties channels, and kind={kind!r} has none of its own. Use kind='filters'.")
     if isinstance(groups, str):
         if groups == "coupled":
             raise StructureError(
@@ -94,11 +96,11 @@ def find_structures(
                 "from the network yet. Name them: groups=[['layer1.0.conv2', 'layer1.1.conv2'], ...]."
             )
         one_of("groups", groups, ("independent", "coupled"))
-    _refuse_uninitialised(model)
+    excluded = excluded_names(model, exclude, parameters=kind == "weights")
     seen = trace(model, example, lambda m: layer_type(m) is not None)
-    left = _without(seen.order, excluded_names(model, exclude))
     if kind == "weights":
-        return _weights(model, seen, left)
+        return _weights(model, seen, excluded)
+    left = [n for n in seen.order if n not in excluded]
     for name in left:
         if name in seen.cut_off:
             raise StructureError(
@@ -109,7 +111,7 @@ def find_structures(
     if not left:
         raise StructureError(
             "the model has no prunable structure: no convolution or linear layer was called before the output layer"
-            + (" that exclude= leaves" if seen.order else "")
+            + (", or exclude= leaves none" if excluded else "")
             + f". Supported layers: {', '.join(t if isinstance(t, str) else t.__name__ for t in LAYERS)}."
         )
     _refuse_shared(model, left)
@@ -137,42 +139,40 @@ def _layer(model: nn.Module, seen: Trace, name: str) -> Layer:
     channels = kind.channels(module)
     call = seen.calls[name]
     weights = module.weight.numel() / channels
-    positions = sum(kind.positions(x, y) for x, y in call.shapes)
+    positions = sum(kind.positions(x, y) for x, y in call.shapes) / seen.examples
     bias = 0 if getattr(module, "bias", None) is None else 1
+    # A norm's channels are on axis 1: behind a linear layer over tokens it normalises the tokens.
+    norms = call.norms if all(kind.axis % y.dim() == 1 for _, y in call.shapes) else ()
     return Layer(
-        name, channels, kind.axis, call.norms, kind.kernel(module), weights + bias, weights * positions,
+        name, channels, kind.axis, norms, kind.kernel(module), weights + bias, weights * positions,
         kind.depthwise(module),
     )  # fmt: skip
 
 
-def excluded_names(model: nn.Module, exclude: Exclude) -> set[str]:
-    """Every module and parameter path that ``exclude`` covers; each entry must cover something."""
-    modules = {n: m for n, m in model.named_modules(remove_duplicate=False) if n}
-    names = [*modules, *(n for n, _ in model.named_parameters())]
-    covered: set[str] = set()
-    for entry in [exclude] if isinstance(exclude, (str, nn.Module)) else exclude:
+def excluded_names(model: nn.Module, exclude: Exclude, *, parameters: bool = True) -> set[str]:
+    """Every module (and parameter) path that ``exclude`` covers; each entry must cover something."""
+    things: dict[str, Any] = {n: m for n, m in model.named_modules(remove_duplicate=False) if n}
+    things |= model.named_parameters(remove_duplicate=False) if parameters else {}
+    covered: set[int] = set()
+    for entry in _entries(exclude):
         if isinstance(entry, nn.Module):
-            roots = [n for n, m in modules.items() if m is entry]
+            roots = [n for n, m in things.items() if m is entry]
         else:
-            roots = [n for n in names if n == entry or fnmatchcase(n, entry)]
+            roots = [n for n in things if fnmatchcase(n, entry) or n == entry]
         if not roots:
             shown = type(entry).__name__ if isinstance(entry, nn.Module) else repr(entry)
-            hint = "" if isinstance(entry, nn.Module) else nearest(entry, names)
+            hint = "" if isinstance(entry, nn.Module) else nearest(entry, things)
             raise StructureError(f"exclude names {shown}, which matches no layer of the model.{hint}")
-        covered.update(n for n in names for r in roots if n == r or n.startswith(r + "."))
-    return covered
+        covered.update(id(m) for n, m in things.items() for r in roots if n == r or n.startswith(r + "."))
+    return {n for n, m in things.items() if id(m) in covered}  # a shared layer has several names
 
 
-def _without(names: Iterable[str], excluded: set[str]) -> list[str]:
-    return [n for n in names if n not in excluded]
-
-
-def _refuse_uninitialised(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if isinstance(p, nn.parameter.UninitializedParameter):
-            raise StructureError(
-                f"{name!r} is not initialised yet (a lazy layer). Run one batch through the model first."
-            )
+def _entries(exclude: Exclude) -> list[str | nn.Module]:
+    entries = [exclude] if isinstance(exclude, (str, nn.Module)) or not isinstance(exclude, Iterable) else list(exclude)
+    for entry in entries:
+        if not isinstance(entry, (str, nn.Module)):
+            raise ArgumentError(f"exclude holds {entry!r}; it takes names, patterns ('layer1.*') and modules.")
+    return entries
 
 
 def _refuse_shared(model: nn.Module, names: list[str]) -> None:
@@ -186,6 +186,15 @@ def _refuse_shared(model: nn.Module, names: list[str]) -> None:
                     f"{name!r} and {other!r} share the parameter {key!r}: a channel of one cannot be removed without "
                     f"the other's. Exclude one of them, exclude=[{name!r}], or both."
                 )
+
+
+def _refuse_computed(model: nn.Module, name: str) -> None:
+    """Single weights that another parameter determines cannot be removed by themselves."""
+    if "weight" not in model.get_submodule(name)._parameters:
+        raise StructureError(
+            f"the weight of {name!r} is computed from other parameters (weight_norm, a parametrization). Exclude it with "
+            f"exclude=[{name!r}], make it plain (remove_parametrizations), or use kind='filters'."
+        )
 
 
 def _group_ids(layers: dict[str, Layer], groups: Sequence[Group]) -> tuple[Tensor, ...]:
@@ -208,6 +217,11 @@ def _members(layers: dict[str, Layer], groups: Sequence[Group]) -> list[list[tup
     """Every group as its channels, (layer, channel)."""
     found: list[list[tuple[str, int]]] = []
     for group in groups:
+        if isinstance(group, str) or not isinstance(group, (Mapping, Sequence)):
+            raise ArgumentError(
+                f"groups holds {group!r}; it is a list of groups, each one {{'conv1': [0], 'conv2': [0, 1]}} or "
+                "['conv1', 'conv2']."
+            )
         for name in group:
             if name not in layers:
                 raise StructureError(f"groups name {name!r}, which is no prunable layer.{nearest(str(name), layers)}")
@@ -239,19 +253,19 @@ def _blocks(layers: dict[str, Layer], seen: Trace, gate: str) -> Structures:
     return Structures("blocks", gate, tuple(kept.values()), ids, seen.wiring, seen.footprint)
 
 
-def _weights(model: nn.Module, seen: Trace, left: list[str]) -> Structures:
+def _weights(model: nn.Module, seen: Trace, excluded: set[str]) -> Structures:
     """Every parameter of the layers, one structure each; a parameter shared by two layers counts once."""
-    excluded = set(seen.order) - set(left)
     layers: list[Layer] = []
     owners: set[int] = set()
-    for name in seen.order:
-        per_weight = _layer(model, seen, name)
+    for name in (n for n in seen.order if n not in excluded):
+        per_channel = _layer(model, seen, name)
+        _refuse_computed(model, name)
         for key, p in model.get_submodule(name).named_parameters(recurse=False):
-            if name in excluded or id(p) in owners:
+            if f"{name}.{key}" in excluded or id(p) in owners:
                 continue
             owners.add(id(p))
-            macs = per_weight.macs * per_weight.channels / p.numel() if key == "weight" else 0.0
-            layers.append(Layer(f"{name}.{key}", p.numel(), 0, (), per_weight.kernel, 1.0, macs))
+            macs = per_channel.macs * per_channel.channels / p.numel() if key == "weight" else 0.0
+            layers.append(Layer(f"{name}.{key}", p.numel(), 0, (), per_channel.kernel, 1.0, macs))
     if not layers:
         raise StructureError("the model has no prunable weight: no convolution or linear layer is left to prune.")
     start = 0

@@ -39,6 +39,7 @@ class Trace:
     output_layers: frozenset[str]
     cut_off: frozenset[str]  # called, but without a differentiable way to the output
     branches: tuple[tuple[str, ...], ...]  # for every parallel branch, the layers it ends in
+    examples: int  # in the forward pass
     footprint: int  # bytes of activations per example
 
 
@@ -60,7 +61,7 @@ class Recorder:
     def __init__(self) -> None:
         self.nodes: dict[Any, str] = {}  # marking node -> layer
         self.calls: dict[str, Call] = {}
-        self.normed: dict[Any, str] = {}  # marking node -> the norm that takes that output as it is
+        self.norms: dict[str, list[Any]] = {}  # norm -> the node of each input it was given
         self.unmarked: set[str] = set()
         self.inputs: set[Any] = set()  # nodes of embedded tokens: a network's input that has no gradient
         self.bytes = 0
@@ -91,8 +92,8 @@ class Recorder:
 
     def norm(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if args and isinstance(args[0], Tensor) and args[0].grad_fn in self.nodes:
-                self.normed[args[0].grad_fn] = name
+            if args and isinstance(args[0], Tensor):
+                self.norms.setdefault(name, []).append(args[0].grad_fn)
 
         return hook
 
@@ -105,8 +106,8 @@ def trace(model: nn.Module, example: Any, is_layer: Callable[[nn.Module], bool])
     recorder = Recorder()
     handles = []
     with borrowed(model):
-        example, sources = _watched(example)
         device = _check_example_device(model, example)
+        example, sources = _watched(example)
         tag = torch.ones((), device=device, requires_grad=True)
         try:
             for name, module in model.named_modules():
@@ -118,7 +119,7 @@ def trace(model: nn.Module, example: Any, is_layer: Callable[[nn.Module], bool])
                     handles.append(module.register_forward_hook(recorder.norm(name)))
                 if not any(module.children()):
                     handles.append(module.register_forward_hook(recorder.size))
-            outputs = _run(model, example)
+            outputs = _run(model, _copies(example))
         finally:
             for h in handles:
                 h.remove()
@@ -126,12 +127,16 @@ def trace(model: nn.Module, example: Any, is_layer: Callable[[nn.Module], bool])
 
 
 def _watched(example: Any) -> tuple[Any, set[int]]:
-    """A copy of the example whose float inputs appear in the graph, and their identities."""
-    copies = tree_map(
-        lambda x: x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x,
-        example,
+    """The example with its float inputs as leaves of the graph to come, and their identities."""
+    leaves = tree_map(
+        lambda x: x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x, example
     )
-    return copies, {id(x) for x in tree_leaves(copies) if isinstance(x, Tensor) and x.requires_grad}
+    return leaves, {id(x) for x in tree_leaves(leaves) if isinstance(x, Tensor) and x.requires_grad}
+
+
+def _copies(example: Any) -> Any:
+    """Some networks write into what they are given."""
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, example)
 
 
 def _check_example_device(model: nn.Module, example: Any) -> torch.device:
@@ -155,17 +160,18 @@ def _examples(example: Any) -> int:
 def _run(model: nn.Module, example: Any) -> Any:
     try:
         return call_model(model, example)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except Exception as error:
         shapes = tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, example)
         raise StructureError(
-            f"the model does not run on the example (shapes {shapes}): {type(error).__name__}: {error}"
+            f"the model does not run on the example (shapes {shapes}): {type(error).__name__}: {error}. Give the example "
+            "as model(...) takes it: a tensor, a tuple of arguments or a dict of keyword arguments."
         ) from error
 
 
 def _output_nodes(outputs: Any) -> list[Any]:
-    if hasattr(outputs, "to_tuple"):  # Hugging Face outputs
-        outputs = outputs.to_tuple()
-    tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
+    leaves = tree_leaves(outputs)
+    leaves += [x for leaf in leaves if hasattr(leaf, "__dict__") for x in tree_leaves(vars(leaf))]  # the user's class
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
     nodes = [x.grad_fn for x in tensors if x.grad_fn is not None]
     if not nodes:
         kinds = sorted({str(x.dtype) for x in tensors}) or [type(outputs).__name__]
@@ -195,18 +201,21 @@ def _read(recorder: Recorder, ends: list[Any], sources: set[int], examples: int)
         frozenset(wiring[OUTPUT] - {INPUT}),
         frozenset(n for n in order if n not in reached or n in recorder.unmarked),
         graph.branches(),
+        examples,
         recorder.bytes // examples,
     )
 
 
 def _own_norms(recorder: Recorder, graph: Graph, ends: list[Any]) -> None:
-    """A layer's own norms: on every call one norm takes its output and nothing else does."""
+    """A layer's own norms: on every call one norm takes its output and nothing else does, nor does it take others'."""
     found: dict[str, list[str | None]] = {}
     for node, name in recorder.nodes.items():
         alone = graph.uses.get(node, 0) == 1 and node not in ends
-        found.setdefault(name, []).append(recorder.normed.get(node) if alone else None)
+        taker = next((n for n, inputs in recorder.norms.items() if node in inputs), None)
+        found.setdefault(name, []).append(taker if alone else None)
+    shared = {n for n, inputs in recorder.norms.items() if len({recorder.nodes.get(i) for i in inputs}) > 1}
     for name, norms in found.items():
-        if None not in norms:
+        if not shared & set(norms) and None not in norms:
             recorder.calls[name].norms = tuple(dict.fromkeys(n for n in norms if n is not None))
 
 

@@ -109,20 +109,22 @@ class Epilogue(torch.autograd.Function):
 def forward(parts: Parts, plan: Plan) -> tuple[Tensor, Tensor | None]:
     c, dc, r, dr, d, scale, shift = parts
     at = _shaper(c, plan.axis)
-    y = c if scale is None else torch.addcmul(at(shift), at(scale), c)
-    dy: Any = dc if dc is None or scale is None else dc * at(scale)
+    y, dy = c, dc
+    if scale is not None:
+        y = torch.addcmul(at(shift), at(scale), c)
+        dy = None if dc is None else dc * at(scale)
     if d is not None:
         z = c * at(scale) if plan.gate_first and scale is not None else y
         dy = _plus_times(dy, z, at(d))
     if r is not None:
         y = y + r if y is c else y.add_(r)
     if dr is not None:
-        dy = dr.clone() if dy is None else dy + dr if dy is dc else dy.add_(dr)
+        dy = dr.clone() if dy is None else torch.add(dy, dr)
     if plan.relu:
         y = y.relu() if y is c else y.relu_()
         dy = None if dy is None else torch.ops.aten.threshold_backward(dy, y, 0)
     # What only passes through must leave as a tensor of its own.
-    return y.view_as(y) if y is c else y, dy.view_as(dy) if dy is not None and dy is dc else dy
+    return y.view_as(y) if y is c else y, dc.view_as(dc) if dc is not None and dy is dc else dy
 
 
 def backward(back: Back, plan: Plan) -> tuple[Tensor | None, ...]:

@@ -189,6 +189,18 @@ def _log_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return Jet(p) if x.tangent is None else Jet(p, x.tangent - (p.exp() * x.tangent).sum(dim, keepdim=True))
 
 
+def _logsumexp(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``<softmax, t>``."""
+    given = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
+    x, dim = given["input"], given["dim"]
+    p = func(x.primal, *args[1:], **kwargs)
+    if x.tangent is None:
+        return Jet(p)
+    full = p if given.get("keepdim") else x.primal.logsumexp(dim, keepdim=True)
+    share = (x.primal - full).exp()
+    return Jet(p, (share * x.tangent).sum(dim, keepdim=bool(given.get("keepdim"))))
+
+
 def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Linear in the log-softmax: labels pick from it, distributions weigh it."""
     given = dict(zip(("input", "target", "weight"), args, strict=False)) | kwargs
@@ -196,7 +208,8 @@ def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     smoothing = given.pop("label_smoothing", 0.0)
     reduction = given.pop("reduction", "mean")
     classes = 1 if x.dim() > 1 else 0
-    logs = _log_softmax(torch.log_softmax, (x, classes), {})
+    # Torch's backward of the loss over several positions takes no channels_last.
+    logs = _log_softmax(torch.log_softmax, (x.contiguous() if x.dim() > 2 else x, classes), {})
     given.pop("size_average", None), given.pop("reduce", None)
     if not smoothing and not target.is_floating_point():
         return _linear(F.nll_loss, (logs, target), given | {"reduction": reduction})
@@ -254,6 +267,7 @@ TABLE: dict[Any, Rule] = {
     torch.max_pool2d: _max_pool,
     **dict.fromkeys((F.softmax, torch.softmax, T.softmax), _softmax),
     **dict.fromkeys((F.log_softmax, torch.log_softmax, T.log_softmax), _log_softmax),
+    **dict.fromkeys((torch.logsumexp, T.logsumexp), _logsumexp),
     F.layer_norm: layer_norm,
     F.group_norm: group_norm,
     F.cross_entropy: _cross_entropy,
@@ -263,8 +277,8 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys(
         (torch.flatten, T.flatten, T.reshape, torch.reshape, T.permute, torch.permute, T.transpose, T.contiguous,
          torch.transpose, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.__getitem__, T.mean, torch.mean,
-         T.sum, torch.sum, T.expand, T.movedim, torch.movedim, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, torch.roll, T.roll,
-         F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, F.pixel_shuffle, torch.neg, T.__neg__,
+         T.sum, torch.sum, T.expand, T.movedim, torch.movedim, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, torch.roll,
+         T.roll, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, F.pixel_shuffle, T.__neg__,
          T.float, T.double, T.to, T.clone, T.type_as),
         _linear,
     ),

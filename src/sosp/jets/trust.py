@@ -46,11 +46,18 @@ def _mixed_derivatives_agree(func: Any, args: tuple[Any, ...], kwargs: dict[str,
         weights = [torch.arange(o.numel(), device=o.device).cos().to(o.dtype).view(o.shape) for o in outputs]
         return torch.stack([(o * w).sum() for o, w in zip(outputs, weights, strict=True)]).sum()
 
+    def along(values: list[Tensor]) -> Tensor:
+        return weigh(run(values))
+
+    def along_tangent(values: list[Tensor]) -> Tensor:
+        moved: Any = torch.func.jvp(run, (values,), (t,))[1]
+        return weigh(moved)
+
     try:
         if not run(p):
             return True  # a comparison, an index: nothing to differentiate
-        backward = torch.func.grad(lambda v: weigh(torch.func.jvp(run, (v,), (t,))[1]))(p)
-        forward = torch.func.jvp(torch.func.grad(lambda v: weigh(run(v))), (p,), (t,))[1]
+        backward = torch.func.grad(along_tangent)(p)
+        forward = torch.func.jvp(torch.func.grad(along), (p,), (t,))[1]
     except (RuntimeError, NotImplementedError, TypeError):
         return False
     ahead, back = (torch.cat([x.flatten() for x in xs]) for xs in (forward, backward))

@@ -1,0 +1,282 @@
+"""Gradient, H·1, J^T R J and the full Hessian in gate space, against oracles that never saw a gate."""
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sosp
+from cases import Case, case, names, real_targets
+from oracles import correlation, dense, differences, gauss_newton, theta
+from sosp import curvature, passes
+from sosp.data import read
+from sosp.preserve import borrowed
+
+# float64 sums of at most a few hundred terms of order one: 1e-15 each, 1e-12 with room for cancellation.
+EXACT = 1e-11
+GATES = ("weights", "features")
+
+
+def unequal(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Batches of 4, 1 and 5: averaging batch means would be off by far more than the tolerance."""
+    return [(x[a:b], y[a:b]) for a, b in ((0, 4), (4, 5), (5, 10))]
+
+
+def off(found: Tensor | None, wanted: Tensor) -> float:
+    assert found is not None
+    assert found.shape == wanted.shape
+    return float((found - wanted).norm() / wanted.norm().clamp_min(1e-300))
+
+
+def scored(c: Case, method: str, gate: str, **options: object) -> sosp.Saliency:
+    """Score, with any slower way than jets an error."""
+    found = sosp.find_structures(c.model, c.inputs[:2], gate=gate)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", sosp.SlowPathWarning)
+        return sosp.score(c.model, unequal(c.inputs, c.targets), method=method, structures=found, **options)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("name", names())
+def test_sosp_h_and_first_order_equal_the_dense_hessian_times_theta(name: str, gate: str) -> None:
+    c = case(name)
+    thetas = theta.thetas(c.model, c.layers, gate)
+    first = dense.first(c.model, thetas, c.inputs, c.targets, "cross_entropy")
+    second = dense.second(c.model, thetas, c.inputs, c.targets, "cross_entropy")
+    h = scored(c, "sosp-h", gate)
+    assert off(h.first, first) < EXACT
+    assert off(h.second, second) < EXACT
+    assert h.pairs is None
+    assert off(scored(c, "first-order", gate).first, first) < EXACT
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("name", names())
+def test_sosp_i_equals_the_dense_gauss_newton_matrix(name: str, gate: str) -> None:
+    c = case(name)
+    thetas = theta.thetas(c.model, c.layers, gate)
+    i = scored(c, "sosp-i", gate)
+    pairs = gauss_newton.pairs(c.model, thetas, c.inputs, c.targets, "cross_entropy")
+    assert off(i.pairs, pairs) < EXACT
+    assert off(i.second, pairs.sum(1)) < EXACT
+    assert off(i.first, dense.first(c.model, thetas, c.inputs, c.targets, "cross_entropy")) < EXACT
+    assert off(scored(c, "sosp-i-diagonal", gate).second, pairs.diagonal()) < EXACT
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv-bn", "residual", "layernorm", "attention", "shared"])
+def test_the_full_hessian_equals_the_dense_one_and_sums_to_sosp_h(name: str) -> None:
+    c = case(name)
+    exact = scored(c, "exact", "features")
+    thetas = theta.thetas(c.model, c.layers, "features")
+    assert exact.pairs is not None
+    assert off(exact.pairs, dense.pairs(c.model, thetas, c.inputs, c.targets, "cross_entropy")) < EXACT
+    h = scored(c, "sosp-h", "features")
+    assert h.second is not None
+    assert off(exact.pairs.sum(1), h.second) < EXACT
+    assert off(exact.first, dense.first(c.model, thetas, c.inputs, c.targets, "cross_entropy")) < EXACT
+
+
+def test_smooth_networks_agree_with_finite_differences() -> None:
+    c = case("softplus")
+    thetas = theta.thetas(c.model, c.layers, "weights")
+    h = scored(c, "sosp-h", "weights")
+    # Central differences: error of order eps^2 for the slope, eps^2 + 1e-16/eps^2 for the curvature.
+    assert off(h.first, differences.first(c.model, thetas, c.inputs, c.targets, "cross_entropy")) < 1e-7
+    assert off(h.second, differences.second(c.model, thetas, c.inputs, c.targets, "cross_entropy")) < 1e-5
+
+
+def test_gauss_newton_is_exact_where_the_network_is_linear_in_its_gates() -> None:
+    c = case("linear-in-gates")
+    i, exact = scored(c, "sosp-i", "features"), scored(c, "exact", "features")
+    assert i.pairs is not None
+    assert exact.pairs is not None
+    assert off(i.pairs, exact.pairs) < EXACT
+    relu = case("mlp")
+    assert off(scored(relu, "sosp-i", "features").pairs, scored(relu, "exact", "features").pairs) > 0.01
+
+
+def test_gauss_newton_is_the_correlation_of_outputs_in_a_relu_net_without_biases() -> None:
+    c = case("mlp-nobias")
+    wanted = correlation.pairs(c.model, c.layers, c.inputs, c.targets, "cross_entropy")
+    assert off(scored(c, "sosp-i", "weights").pairs, wanted) < EXACT
+
+
+def cosh(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A convex loss that is neither of the two with a closed R."""
+    return (outputs - targets).cosh().log().sum(1)
+
+
+@pytest.mark.parametrize("loss", ["mse", cosh])
+@pytest.mark.parametrize("name", ["mlp", "residual", "attention"])
+def test_other_losses(name: str, loss: object) -> None:
+    c = case(name)
+    y = real_targets(c)
+    thetas = theta.thetas(c.model, c.layers, "features")
+    found = sosp.find_structures(c.model, c.inputs[:2])
+    i, h = (
+        sosp.score(c.model, unequal(c.inputs, y), method=m, loss=loss, structures=found) for m in ("sosp-i", "sosp-h")
+    )
+    assert off(i.pairs, gauss_newton.pairs(c.model, thetas, c.inputs, y, loss)) < EXACT
+    assert off(h.second, dense.second(c.model, thetas, c.inputs, y, loss)) < EXACT
+    assert off(h.first, dense.first(c.model, thetas, c.inputs, y, loss)) < EXACT
+
+
+def test_channels_that_share_a_gate_add_their_thetas() -> None:
+    c = case("residual")
+    layers = list(c.layers)
+    tied = [{layers[0]: [0], layers[1]: [0, 1]}, {layers[2]: [0, 1]}]
+    found = sosp.find_structures(c.model, c.inputs[:2], groups=tied)
+    members: dict[int, list[tuple[str, int]]] = {}
+    for layer, ids in zip(found.layers, found.ids, strict=True):
+        for channel, s in enumerate(ids.tolist()):
+            members.setdefault(s, []).append((layer.name, channel))
+    thetas = theta.thetas(c.model, c.layers, "features", groups=[members[s] for s in range(len(found))])
+    assert sorted(map(len, members.values()))[-2:] == [2, 3]
+    data = unequal(c.inputs, c.targets)
+    h = sosp.score(c.model, data, structures=found)
+    i = sosp.score(c.model, data, method="sosp-i", structures=found)
+    assert off(h.second, dense.second(c.model, thetas, c.inputs, c.targets, "cross_entropy")) < EXACT
+    assert off(i.pairs, gauss_newton.pairs(c.model, thetas, c.inputs, c.targets, "cross_entropy")) < EXACT
+
+
+@pytest.mark.parametrize("name", ["residual", "concat", "preact", "layernorm"])
+def test_blocks_are_groups_of_all_channels_a_branch_ends_in(name: str) -> None:
+    c = case(name)
+    found = sosp.find_structures(c.model, c.inputs[:2], kind="blocks")
+    groups: list[list[tuple[str, int]]] = [[] for _ in range(len(found))]
+    for layer, ids in zip(found.layers, found.ids, strict=True):
+        groups[int(ids[0])] += [(layer.name, channel) for channel in range(layer.channels)]
+    thetas = theta.thetas(c.model, c.layers, "features", groups=groups)
+    h = sosp.score(c.model, (c.inputs, c.targets), structures=found)
+    exact = sosp.score(c.model, (c.inputs, c.targets), method="exact", structures=found)
+    assert off(h.second, dense.second(c.model, thetas, c.inputs, c.targets, "cross_entropy")) < EXACT
+    assert off(exact.pairs, dense.pairs(c.model, thetas, c.inputs, c.targets, "cross_entropy")) < EXACT
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv-bn", "residual", "layernorm", "attention"])
+def test_single_weights_equal_the_dense_hessian(name: str) -> None:
+    c = case(name)
+    found = sosp.find_structures(c.model, c.inputs[:2], kind="weights")
+    parameters = dict(c.model.named_parameters())
+    chosen = [layer.name for layer in found.layers]
+    assert len(found) == sum(parameters[n].numel() for n in chosen)
+    with torch.no_grad():
+        whole = {n: p.detach().double() if n in chosen else torch.zeros_like(p) for n, p in parameters.items()}
+    flat = torch.cat([whole[n].flatten() for n in parameters])
+    picked = torch.cat([torch.full((p.numel(),), n in chosen) for n, p in parameters.items()])
+    H = dense.hessian(c.model, c.inputs, c.targets, "cross_entropy")
+    g = dense.gradient(c.model, c.inputs, c.targets, "cross_entropy")
+    order = torch.cat([torch.arange(len(flat))[slice(*_span(parameters, n))] for n in chosen])
+    h = sosp.score(c.model, unequal(c.inputs, c.targets), structures=found)
+    f = sosp.score(c.model, unequal(c.inputs, c.targets), method="first-order", structures=found)
+    assert int(picked.sum()) == len(order)
+    assert off(h.second, (flat * (H @ flat))[order]) < EXACT
+    assert off(h.first, (flat * g)[order]) < EXACT
+    assert off(f.first, (flat * g)[order]) < EXACT
+
+
+def _span(parameters: dict[str, nn.Parameter], name: str) -> tuple[int, int]:
+    start = 0
+    for n, p in parameters.items():
+        if n == name:
+            return start, start + p.numel()
+        start += p.numel()
+    raise KeyError(name)
+
+
+@pytest.fixture
+def problem() -> Iterator[tuple[Case, passes.Problem]]:
+    c = case("residual")
+    found = sosp.find_structures(c.model, c.inputs[:2])
+    with borrowed(c.model):
+        yield c, passes.Problem(c.model, found, "cross_entropy", list(read((c.inputs, c.targets), None, None)))
+
+
+@pytest.mark.parametrize("way", list(curvature.HESSIAN_WAYS))
+def test_every_way_to_the_hessian_gives_the_same(problem: tuple[Case, passes.Problem], way: str) -> None:
+    c, p = problem
+    chunk = next(iter(p.chunks))
+    d = torch.linspace(-1, 2, len(p.structures), dtype=torch.float64)
+    thetas = theta.thetas(c.model, c.layers, "features")
+    wanted = dense.pairs(c.model, thetas, c.inputs, c.targets, "cross_entropy") @ d
+    _, second = curvature.HESSIAN_WAYS[way](p, chunk, d)
+    assert off(second / chunk.size, wanted) < EXACT
+
+
+def test_chunks_that_do_not_fit_are_halved_and_nothing_is_lost(
+    problem: tuple[Case, passes.Problem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c, p = problem
+    sizes: list[int] = []
+
+    def narrow(problem: passes.Problem, chunk: passes.Chunk) -> passes.Sums:
+        if chunk.size > 3:
+            raise torch.OutOfMemoryError("pretend")
+        sizes.append(chunk.size)
+        return real(problem, chunk)
+
+    real = curvature._gradient_jets
+    monkeypatch.setattr(curvature, "_gradient_jets", narrow)
+    terms = curvature.gradient(p)
+    thetas = theta.thetas(c.model, c.layers, "features")
+    assert sum(sizes) == terms.examples == 10
+    assert len(sizes) > 3
+    assert off(terms.first, dense.first(c.model, thetas, c.inputs, c.targets, "cross_entropy")) < EXACT
+
+
+class TokensFirst(nn.Module):
+    """Positions before examples, as recurrent networks like it: the first dimension is not the example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 4)
+        self.mix = nn.Linear(4, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x.transpose(0, 1)).relu()
+        return self.head(torch.tanh(self.mix(h)).mean(0))
+
+
+def test_sosp_i_where_the_first_dimension_is_not_the_example() -> None:
+    g = torch.Generator().manual_seed(0)
+    model = TokensFirst().double().eval()
+    x, y = torch.randn(6, 5, 3, dtype=torch.float64, generator=g), torch.randint(0, 3, (6,), generator=g)
+    layers: dict[str, str | None] = {"embed": None, "mix": None}
+    i = sosp.score(model, (x, y), method="sosp-i")
+    thetas = theta.thetas(model, layers, "features")
+    assert off(i.pairs, gauss_newton.pairs(model, thetas, x, y, "cross_entropy")) < EXACT
+
+
+def test_sampled_classes_approach_all_classes() -> None:
+    c = case("mlp")
+    data = (c.inputs, c.targets)
+    everything = sosp.score(c.model, data, method="sosp-i")
+    sampled = sosp.score(c.model, data, method="sosp-i", classes=4000, generator=torch.Generator().manual_seed(1))
+    few = sosp.score(c.model, data, method="sosp-i", classes=4, generator=torch.Generator().manual_seed(1))
+    assert everything.pairs is not None
+    # The error of an average over k draws falls like 1/sqrt(k): about 1.5 % of the norm at 4000.
+    assert off(sampled.pairs, everything.pairs) < 0.05
+    assert off(few.pairs, everything.pairs) > off(sampled.pairs, everything.pairs)
+
+
+def test_many_positions_per_example_are_averaged() -> None:
+    """A fully convolutional net with a label at every pixel: R_n is block diagonal over the pixels."""
+    g = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)).double().eval()
+    x = torch.randn(5, 2, 3, 2, dtype=torch.float64, generator=g)
+    y = torch.randint(0, 3, (5, 3, 2), generator=g)
+
+    def pixelwise(outputs: Tensor, targets: Tensor) -> Tensor:
+        outputs = outputs.view(len(outputs), 3, 3, 2)
+        return F.cross_entropy(outputs, targets, reduction="none").mean((1, 2))
+
+    flat = nn.Sequential(model, nn.Flatten())
+    layers: dict[str, str | None] = {"0.0": None}
+    thetas = theta.thetas(flat, layers, "features")
+    wanted = gauss_newton.pairs(flat, thetas, x, y, pixelwise)
+    assert off(sosp.score(model, (x, y), method="sosp-i").pairs, wanted) < EXACT
+    assert off(sosp.score(model, (x, y)).second, dense.second(flat, thetas, x, y, pixelwise)) < EXACT
