@@ -1,4 +1,6 @@
-"""What every test run shares: tests marked `gpu` are skipped without CUDA, hypothesis runs are repeatable."""
+"""What every test run shares: one thread, tests marked `gpu` skipped without CUDA, repeatable hypothesis runs."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -6,6 +8,15 @@ from hypothesis import settings
 
 settings.register_profile("sosp", deadline=None, derandomize=True)
 settings.load_profile("sosp")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: a second thread costs up to 40 times what it saves on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import sosp
@@ -195,14 +196,14 @@ def problem() -> Iterator[tuple[Case, passes.Problem]]:
         yield c, passes.Problem(c.model, found, "cross_entropy", list(read((c.inputs, c.targets), None, None)))
 
 
-@pytest.mark.parametrize("way", list(curvature.HESSIAN_WAYS))
+@pytest.mark.parametrize("way", list(curvature.hessian_ways()))
 def test_every_way_to_the_hessian_gives_the_same(problem: tuple[Case, passes.Problem], way: str) -> None:
     c, p = problem
     chunk = next(iter(p.chunks))
     d = torch.linspace(-1, 2, len(p.structures), dtype=torch.float64)
     thetas = theta.thetas(c.model, c.layers, "features")
     wanted = dense.pairs(c.model, thetas, c.inputs, c.targets, "cross_entropy") @ d
-    _, second = curvature.HESSIAN_WAYS[way](p, chunk, d)
+    _, second = curvature.hessian_ways()[way](p, chunk, d)
     assert off(second / chunk.size, wanted) < EXACT
 
 
@@ -280,3 +281,86 @@ def test_many_positions_per_example_are_averaged() -> None:
     wanted = gauss_newton.pairs(flat, thetas, x, y, pixelwise)
     assert off(sosp.score(model, (x, y), method="sosp-i").pairs, wanted) < EXACT
     assert off(sosp.score(model, (x, y)).second, dense.second(flat, thetas, x, y, pixelwise)) < EXACT
+
+
+class OtherNorm(nn.BatchNorm2d):
+    """Uses its statistics with other factors than its own, as some weight decay schemes have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, 1 + self.weight, self.bias, False, 0.0, self.eps)
+
+
+def against_double_backward(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    """How far SOSP-H is from differentiating twice through the untouched network, gate by gate."""
+    found = sosp.find_structures(model, x[:2], gate="weights")
+    gates = [torch.ones(layer.channels, dtype=x.dtype, requires_grad=True) for layer in found.layers]
+    hooks = [
+        model.get_submodule(layer.name).register_forward_hook(
+            lambda m, i, o, g=g, axis=layer.axis: o * (g.view(-1, *[1] * (o.dim() - 2)) if axis == 1 else g)
+        )
+        for layer, g in zip(found.layers, gates, strict=True)
+    ]
+    loss = F.cross_entropy(model(x), y)
+    slope = torch.autograd.grad(loss, gates, create_graph=True)
+    wanted = torch.cat(torch.autograd.grad(torch.cat(slope).sum(), gates))
+    for hook in hooks:
+        hook.remove()
+    return off(sosp.score(model, (x, y), structures=found).second, wanted)
+
+
+def small(*middle: nn.Module) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(2, 4, 3), *middle, nn.Conv2d(4, 3, 3), nn.Flatten(1), nn.Linear(12, 3))
+        return model.double().eval()
+
+
+@pytest.fixture
+def images() -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return torch.randn(5, 2, 6, 6, dtype=torch.float64, generator=g), torch.randint(0, 3, (5,), generator=g)
+
+
+def test_a_norm_with_other_factors_than_its_module_s(images: tuple[Tensor, Tensor]) -> None:
+    model = small(nn.BatchNorm2d(4), nn.SiLU(), OtherNorm(4), nn.SiLU())
+    assert against_double_backward(model, *images) < EXACT
+
+
+def silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.act = torch.jit.script(silu)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x)
+
+
+class Checkpointed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False)
+
+
+@pytest.mark.filterwarnings("ignore::sosp.SlowPathWarning")
+def test_torchscript_functions_lose_no_tangent(images: tuple[Tensor, Tensor]) -> None:
+    """Forward mode drops tangents in TorchScript without a word: reverse mode must be asked."""
+    with pytest.warns(sosp.SlowPathWarning, match="double backward"):
+        assert against_double_backward(small(Scripted()), *images) < EXACT
+
+
+def test_layers_that_run_again_in_backward_still_find_their_gates(images: tuple[Tensor, Tensor]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sosp.SlowPathWarning)
+        model = small(Checkpointed())
+        x, y = images
+        thetas = theta.thetas(model, {"0": None, "2": None}, "features")
+        first = dense.first(model, thetas, x, y, "cross_entropy")
+        assert off(sosp.score(model, (x, y), method="first-order").first, first) < EXACT
+        i = sosp.score(model, (x, y), method="sosp-i")
+    assert off(i.first, first) < EXACT
+    assert off(i.pairs, gauss_newton.pairs(model, thetas, x, y, "cross_entropy")) < EXACT

@@ -48,7 +48,7 @@ def test_masked_equals_the_net_zeroed_by_hand(name: str, training: bool) -> None
 def feature_maps(model: nn.Module, names: list[str], x: Tensor) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     handles = [
-        model.get_submodule(n).register_forward_hook(lambda m, i, o, n=n: found.__setitem__(n, o.detach()))
+        model.get_submodule(n).register_forward_hook(lambda m, i, o, n=n: found.__setitem__(n, o.detach().clone()))
         for n in names
     ]
     model(x)

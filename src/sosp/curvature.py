@@ -14,11 +14,14 @@ from sosp.errors import DifferentiationError
 from sosp.jets import value
 from sosp.losses import per_example
 from sosp.passes import (
+    OUT_OF_REACH,
     Problem,
     Sums,
     Terms,
+    Way,
     average,
     derivative,
+    doubled,
     example_tensor,
     first_that_works,
     jet_gates,
@@ -45,7 +48,7 @@ def gradient(problem: Problem) -> Terms:
 def hessian_vector(problem: Problem, direction: Tensor | None = None) -> Terms:
     """``dL/dg`` and ``H d``; d is all ones unless given, which is SOSP-H's ``theta_s . H theta_struc``."""
     d = torch.ones(len(problem.structures)) if direction is None else direction
-    step = first_that_works(HESSIAN_WAYS)
+    step = first_that_works(hessian_ways(), TWICE)
     count, (first, second) = average(problem, "Hessian-vector product", lambda chunk: step(problem, chunk, d))
     assert first is not None
     return Terms(count, first, second)
@@ -59,7 +62,7 @@ def full_hessian(problem: Problem) -> Terms:
             f"method='exact' needs {S} Hessian-vector products and a {S} x {S} matrix; it is meant for at most "
             f"{LARGEST_HESSIAN} structures. Use 'sosp-h' or 'sosp-i', or exclude layers."
         )
-    step = first_that_works(HESSIAN_WAYS)
+    step = first_that_works(hessian_ways(), TWICE)
     units = torch.eye(S)
 
     def rows(chunk: Chunk) -> Sums:
@@ -76,14 +79,15 @@ def _gradient_jets(problem: Problem, chunk: Chunk) -> Sums:
     gates = open_gates(problem, example_tensor(problem.model, chunk))
     with jet_gates(problem, gates):
         loss = value(losses_of(problem, chunk))
-    return (wide(*derivative(loss.sum(), [gates.values])),)
+        return (wide(*derivative(loss.sum(), [gates.values])),)
 
 
 def _gradient_plain(problem: Problem, chunk: Chunk) -> Sums:
     gates = open_gates(problem, example_tensor(problem.model, chunk))
+    chunk, share = doubled(chunk)
     with plain_gates(problem, gates.values):
-        loss = losses_of(problem, chunk)
-    return (wide(*derivative(loss.sum(), [gates.values])),)
+        loss = losses_of(problem, chunk).sum() * share
+        return (wide(*derivative(loss, [gates.values])),)
 
 
 def _hessian_jets(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:
@@ -91,19 +95,20 @@ def _hessian_jets(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:
     gates = open_gates(problem, example_tensor(problem.model, chunk), d)
     with jet_gates(problem, gates):
         loss = losses_of(problem, chunk)
-    slope = loss.tangent if isinstance(loss, jets.Jet) else None
-    if slope is None or gates.direction is None:
-        raise jets.Unsupported("no tangent reached the loss")
-    first, second = derivative(slope.sum(), [gates.direction, gates.values])
+        slope = loss.tangent if isinstance(loss, jets.Jet) else None
+        if slope is None or gates.direction is None:
+            raise jets.Unsupported("no tangent reached the loss")
+        first, second = derivative(slope.sum(), [gates.direction, gates.values])
     return wide(first), wide(second)
 
 
 def _hessian_forward_over_reverse(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:
     like = example_tensor(problem.model, chunk)
+    chunk, share = doubled(chunk)
 
     def loss(values: Tensor) -> Tensor:
         with plain_gates(problem, values):
-            return losses_of(problem, chunk).sum()
+            return losses_of(problem, chunk).sum() * share
 
     first, second = torch.func.jvp(torch.func.grad(loss), (like.new_ones(d.shape),), (d.to(like),))  # type: ignore[misc]
     return wide(first), wide(second)
@@ -111,19 +116,49 @@ def _hessian_forward_over_reverse(problem: Problem, chunk: Chunk, d: Tensor) -> 
 
 def _hessian_double_backward(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:
     gates = open_gates(problem, example_tensor(problem.model, chunk))
+    chunk, share = doubled(chunk)
     with plain_gates(problem, gates.values):
-        loss = losses_of(problem, chunk)
-    (first,) = derivative(loss.sum(), [gates.values], create_graph=True)
-    moved = (first * d.to(first)).sum()
-    second = derivative(moved, [gates.values])[0] if moved.requires_grad else torch.zeros_like(first)
+        loss = losses_of(problem, chunk).sum() * share
+        (first,) = derivative(loss, [gates.values], create_graph=True)
+        moved = (first * d.to(first)).sum()
+        second = derivative(moved, [gates.values])[0] if moved.requires_grad else torch.zeros_like(first)
     return wide(first.detach()), wide(second)
 
 
-HESSIAN_WAYS = {
-    "jets": _hessian_jets,
-    "forward over reverse": _hessian_forward_over_reverse,
-    "double backward": _hessian_double_backward,
-}
+def checked_against(way: Way, judge: Way) -> Way:
+    """A way that must agree with another one on its first few examples, where that other one works.
+
+    Forward mode loses its tangents without a word in TorchScript functions; reverse mode does not.
+    """
+    seen: list[bool] = []
+
+    def run(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:
+        if not seen:
+            few = chunk.rows(0, min(2, chunk.size))
+            try:
+                wanted = judge(problem, few, d)[1]
+            except OUT_OF_REACH:
+                wanted = None
+            if wanted is not None:
+                found = way(problem, few, d)[1]
+                if (found - wanted).norm() > 1e-3 * wanted.norm() + 1e-30:
+                    raise jets.Unsupported("forward and reverse mode disagree")
+            seen.append(True)
+        return way(problem, chunk, d)
+
+    return run
+
+
+def hessian_ways() -> dict[str, Way]:
+    """Every way to ``H d``, fast first."""
+    return {
+        "jets": _hessian_jets,
+        "forward over reverse": checked_against(_hessian_forward_over_reverse, _hessian_double_backward),
+        "double backward": _hessian_double_backward,
+    }
+
+
+TWICE = "An operation lacks second derivatives; 'first-order' and 'sosp-i' need only first ones."
 
 
 # Single weights: a gate of its own on every parameter -----------------------------------------------------------------
@@ -135,7 +170,7 @@ def weight_terms(problem: Problem, second_order: bool) -> Terms:
         "forward over reverse": _weights_forward_over_reverse,
         "double backward": _weights_double_backward,
     }
-    step = first_that_works(ways if second_order else {"autograd": _weights_gradient})
+    step = first_that_works(ways, TWICE) if second_order else first_that_works({"autograd": _weights_gradient})
     count, (first, *second) = average(problem, "weights", lambda chunk: step(problem, chunk), share=4)
     assert first is not None
     return Terms(count, first, second[0] if second else None)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from sosp.errors import ArgumentError, DataError
@@ -38,7 +38,7 @@ class Chunk:
         batch = self.origin[0][0]
         return "the data" if batch is None else f"batch {batch}"
 
-    def run(self, model: nn.Module) -> Any:
+    def run(self, model: Callable[..., Any]) -> Any:
         """The model's output on a copy of these inputs: some networks write into what they are given."""
         inputs = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, self.inputs)
         if isinstance(inputs, Mapping):
@@ -64,6 +64,11 @@ class Chunk:
                 origin.append((batch, first + low, high - low))
             at += count
         return Chunk(cut[0], cut[1], tuple(origin), self.keyed)
+
+    def twice(self) -> Chunk:
+        """Every example two times."""
+        both = tree_map(lambda x: torch.cat([x, x]) if _by_example(x, self.size) else x, (self.inputs, self.targets))
+        return Chunk(both[0], both[1], self.origin * 2, self.keyed)
 
 
 def _by_example(x: Any, size: int) -> bool:

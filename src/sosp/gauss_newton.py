@@ -7,7 +7,7 @@ apart by example: its gate gradients are N rows of a tall matrix, and the Gram m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from sosp.passes import (
     Terms,
     average,
     derivative,
+    doubled,
     example_tensor,
     first_that_works,
     jet_gates,
@@ -120,18 +121,22 @@ def _with(way: Callable[..., Any], classes: int | None, generator: torch.Generat
 
     def rows_of(problem: Problem, chunk: Chunk, apart: bool) -> Rows:
         like = example_tensor(problem.model, chunk)
+        alone, share = doubled(chunk) if way is _plain and not apart else (chunk, 1.0)
         gates = open_gates(problem, like, examples=chunk.size if apart else None)
-        with way(problem, gates):
-            outputs = chunk.run(problem.model)
-            loss = value(per_example(problem.loss, outputs, chunk))
-        (first,) = derivative(loss.sum(), [gates.values], retain_graph=True)
-        return wide(first.sum(0) if apart else first), backward(problem, outputs, chunk, gates)
+        with ExitStack() as stack:
+            stack.enter_context(way(problem, gates))  # open until the last backward pass: it may run forward again
+            outputs = alone.run(problem.model)
+            loss = value(per_example(problem.loss, outputs, alone))
+            (first,) = derivative(loss.sum(), [gates.values], retain_graph=True)
+            rows = backward(problem, outputs, alone, gates, stack.pop_all())
+        return wide(first.sum(0) if apart else first * share), (r * share for r in rows)
 
-    def backward(problem: Problem, outputs: Any, chunk: Chunk, gates: Gates) -> Iterator[Tensor]:
-        logits = value(logits_of(outputs))
-        for v in factors(problem.loss, outputs, chunk, classes, generator):
-            (rows,) = derivative(logits, [gates.values], grad_outputs=v.to(logits.dtype), retain_graph=True)
-            yield rows.view(-1, len(problem.structures))
+    def backward(problem: Problem, outputs: Any, chunk: Chunk, gates: Gates, stack: ExitStack) -> Iterator[Tensor]:
+        with stack:
+            logits = value(logits_of(outputs))
+            for v in factors(problem.loss, outputs, chunk, classes, generator):
+                (rows,) = derivative(logits, [gates.values], grad_outputs=v.to(logits.dtype), retain_graph=True)
+                yield rows.view(-1, len(problem.structures))
 
     return rows_of
 

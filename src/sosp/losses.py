@@ -29,20 +29,27 @@ def check(loss: LossLike) -> None:
 
 def per_example(loss: LossLike, outputs: Any, chunk: Chunk) -> Tensor:
     """One loss per example, (N,); a dict batch takes the model's own loss (a mean), once for each example."""
-    if chunk.keyed and not callable(loss):
-        own = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-        if own is not None:
-            return _finite(own.mean().expand(chunk.size), chunk)
-        if chunk.targets is None:
-            raise DataError(
-                f"{chunk.source} is a dict without 'labels' and the model returned no loss. "
-                "Add 'labels' to the batches or give (inputs, targets) pairs."
-            )
+    own = own_loss(loss, outputs, chunk)
+    if own is not None:
+        return _finite(own.expand(chunk.size), chunk)
+    if chunk.keyed and chunk.targets is None and not callable(loss):
+        raise DataError(
+            f"{chunk.source} is a dict without 'labels' and the model returned no loss. "
+            "Add 'labels' to the batches or give (inputs, targets) pairs."
+        )
     if callable(loss):
         values = loss(outputs, chunk.targets)
     else:
         values = {"cross_entropy": cross_entropy, "mse": squared}[loss](logits_of(outputs), chunk)
     return _finite(_one_each(values, chunk), chunk)
+
+
+def own_loss(loss: LossLike, outputs: Any, chunk: Chunk) -> Tensor | None:
+    """The mean loss that a model returns for a dict batch with labels, unless the user gave a function."""
+    if callable(loss) or not chunk.keyed:
+        return None
+    own = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    return None if own is None else own.mean()
 
 
 def _one_each(values: Any, chunk: Chunk) -> Tensor:
@@ -185,14 +192,36 @@ def factors(
     if classes is not None:
         _check_classes(loss, classes)
     logits = logits_of(outputs).detach()
+    own = own_loss(loss, outputs, chunk)
     if callable(loss):
         yield from _dense_factors(loss, outputs, chunk)
-    elif loss == "mse":
+    elif loss == "mse" and own is None:
         yield from _identity_factors(logits, classes, generator)
-    elif classes is None:
-        yield from _softmax_factors(*_probabilities(logits, chunk))
     else:
-        yield from _sampled_labels(*_probabilities(logits, chunk), classes, generator)
+        labels = chunk.targets if own is None else _own_labels(own.detach(), logits, chunk.targets)
+        softmax = _probabilities(logits, labels, together=own is not None)
+        yield from _softmax_factors(*softmax) if classes is None else _sampled_labels(*softmax, classes, generator)
+
+
+def _own_labels(own: Tensor, logits: Tensor, labels: Any) -> Tensor:
+    """The labels whose mean cross-entropy the model's own loss is: as given or, in language models, the next token."""
+    found: list[tuple[float, Tensor]] = []
+    if isinstance(labels, Tensor) and not labels.is_floating_point():
+        ahead = F.pad(labels[:, 1:], (0, 1), value=IGNORED) if labels.dim() == 2 else labels
+        for y in (labels, ahead):
+            if tuple(y.shape) in (tuple(logits.shape[:-1]), (logits.shape[0], *logits.shape[2:])):
+                value = F.cross_entropy(classes_second(logits, y), y.long(), ignore_index=IGNORED)
+                found.append((float((value - own).abs()), y))
+    error, best = min(found, key=lambda f: f[0], default=(math.inf, None))
+    # Language models add up their losses in single precision, whatever their own.
+    loose = 1e-3 if torch.finfo(logits.dtype).bits > 16 else 5e-2
+    if best is None or not error <= loose * (1 + float(own.abs())):
+        raise LossError(
+            "the model returns a loss of its own that is not the cross-entropy of its logits and labels, so SOSP-I "
+            "does not know its curvature. Use method='sosp-h', or give loss=a function of (outputs, targets) with one "
+            "loss per example."
+        )
+    return best
 
 
 def _check_classes(loss: LossLike, classes: int) -> None:
@@ -202,9 +231,11 @@ def _check_classes(loss: LossLike, classes: int) -> None:
         raise ArgumentError(f"classes={classes!r} must be a positive whole number of labels sampled per example.")
 
 
-def _probabilities(logits: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """Softmax with the classes last (N, positions, D), the weight of each position, and the way back."""
-    targets = chunk.targets
+def _probabilities(logits: Tensor, targets: Any, together: bool) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """Softmax with the classes last (N, positions, D), the weight of each position, and the way back.
+
+    Positions share the weight of their example or, ``together``, that of the batch.
+    """
     labels = targets if isinstance(targets, Tensor) and not targets.is_floating_point() else None
     second = classes_second(logits, labels)
     last = second is not logits
@@ -213,7 +244,8 @@ def _probabilities(logits: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Callab
     weight = p.new_ones(p.shape[:2]) / p.shape[1]
     if labels is not None:
         counted = (labels != IGNORED).reshape(p.shape[:2]).to(p.dtype)
-        weight = counted / counted.sum(1, keepdim=True).clamp_min(1)
+        total = counted.sum().clamp_min(1) / len(counted) if together else counted.sum(1, keepdim=True).clamp_min(1)
+        weight = counted / total
     elif isinstance(targets, Tensor) and targets.shape == logits.shape:
         weight = weight * targets.to(p.dtype).sum(1).reshape(p.shape[:2])  # 1, if they are probabilities
 

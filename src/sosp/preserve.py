@@ -44,7 +44,7 @@ def borrowed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _layer_by_layer() -> Iterator[None]:
-    """Torch's fused transformer layers do not call the layers inside, where the gates are."""
+    """Torch's own transformer would run fused, past the layers with gates inside, or on packed sentences."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -70,26 +70,28 @@ def _same_attributes(model: nn.Module) -> Iterator[None]:
     """What a forward pass keeps on its modules (a counter, its last features) would outlive it, graph and all."""
     attributes = [(m, dict(vars(m))) for m in model.modules()]
     modes = [(m, m.training) for m, _ in attributes]
+    # Buffers, hooks and whatever else a module keeps in a dictionary or a list.
+    containers = [c for _, before in attributes for c in before.values() if isinstance(c, (dict, list))]
+    kept: list[Any] = [(c, (dict(c) if isinstance(c, dict) else list(c)) if c else ()) for c in containers]
     try:
         yield
     finally:
         for m, before in attributes:
             restore(vars(m), before)
+        for container, contents in kept:
+            restore(container, contents)
         for m, mode in modes:
             m.training = mode
 
 
 @contextmanager
 def _same_buffers(model: nn.Module) -> Iterator[None]:
-    """The same buffers with the same numbers in them."""
-    holders = [(m._buffers, dict(m._buffers)) for m in model.modules()]
-    kinds = by_kind([b for _, before in holders for b in before.values() if b is not None])
+    """The same numbers in the buffers."""
+    kinds = by_kind([b for m in model.modules() for b in m._buffers.values() if b is not None])
     copies = [flat(kind) for kind in kinds]
     try:
         yield
     finally:
-        for now, before in holders:
-            restore(now, before)
         for kind, kept in zip(kinds, copies, strict=True):
             if not torch.equal(flat(kind), kept):
                 write(kind, kept)
@@ -106,11 +108,14 @@ def _same_wishes(model: nn.Module) -> Iterator[None]:
             p.requires_grad_(wanted)
 
 
-def restore(now: dict[str, Any], before: dict[str, Any]) -> None:
-    """Give a dictionary its old entries back, in their old order if it had to change."""
-    if list(now) != list(before):
-        now.clear()
-    now.update(before)
+def restore(now: Any, before: Any) -> None:
+    """Give a dictionary or a list its old entries back, and their order."""
+    if isinstance(now, list):
+        now[:] = before
+    elif now or before:
+        if list(now) != list(before):
+            now.clear()
+        now.update(before)
 
 
 def by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:

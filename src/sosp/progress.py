@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 T = TypeVar("T")
 PATIENCE = 1.0  # seconds of silence before the bar appears
+SHOWN: list[Progress] = []  # a terminal has room for one: a bar inside another stays silent
 
 
 def wanted() -> bool:
@@ -27,15 +28,15 @@ def track(items: Iterable[T], label: str, total: float | None = None, weight: st
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, transient=True)
     task = bar.add_task(label, total=total)
-    shown = False
     try:
         for item in items:
             yield item
             done += getattr(item, weight) if weight else 1
-            if not shown and time.monotonic() - start > PATIENCE:
+            if not SHOWN and time.monotonic() - start > PATIENCE:
                 bar.start()
-                shown = True
+                SHOWN.append(bar)
             bar.update(task, completed=done)
     finally:
-        if shown:
+        if bar in SHOWN:
             bar.stop()
+            SHOWN.remove(bar)

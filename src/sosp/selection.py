@@ -64,18 +64,22 @@ class Room:
             _share("cap", cap)
         self.cap = cap
         self.owner = structures.owner().to(device)
-        widths = torch.bincount(self.owner, minlength=len(structures.layers))
+        widths = torch.bincount(self.owner, minlength=len(structures.layers)).tolist()
         # 0.95 * 20 is 18.999...: a share that is a whole number of structures must count as one.
-        self.left = (
-            widths if cap is None else torch.tensor([floor(cap * w + 1e-9) for w in widths.tolist()], device=device)
-        )
-        self.total = int(self.left.sum())
+        self.left = [w if cap is None else floor(cap * w + 1e-9) for w in widths]
+        self.total = sum(self.left)
 
-    def closed_after(self, chosen: Tensor) -> Tensor:
-        """(S,) who shares a layer that is full once ``chosen`` goes."""
-        layer = self.owner[chosen]
+    def full(self) -> Tensor:
+        """(S,) who sits in a layer that may lose nothing."""
+        return torch.tensor([n <= 0 for n in self.left], device=self.owner.device)[self.owner]
+
+    def closed_by(self, s: Tensor) -> Tensor | None:
+        """(S,) who shares a layer that is full now that ``s`` goes; None while it has room, or without a cap."""
+        if self.cap is None:
+            return None
+        layer = int(self.owner[s])
         self.left[layer] -= 1
-        return (self.owner == layer) & (self.left[layer] <= 0)
+        return self.owner == layer if self.left[layer] <= 0 else None
 
 
 def greedy(saliency: Saliency, count: int, weights: Tensor | None, room: Room) -> Tensor:
@@ -93,30 +97,29 @@ def _by_order(scores: Tensor, count: int, weights: Tensor | None, room: Room) ->
         return order[:count]
     # The place of each structure among its layer's, in the order they go: the first `left` of a layer may go.
     layers = room.owner[order]
+    left = torch.tensor(room.left, device=order.device)
     by_layer = torch.argsort(layers, stable=True)
-    starts = torch.searchsorted(layers[by_layer].contiguous(), torch.arange(len(room.left), device=layers.device))
+    starts = torch.searchsorted(layers[by_layer].contiguous(), torch.arange(len(left), device=order.device))
     place = torch.empty_like(order)
     place[by_layer] = torch.arange(len(order), device=order.device) - starts[layers[by_layer]]
-    return order[place < room.left[layers]][:count]
+    return order[place < left[layers]][:count]
 
 
 def _one_by_one(saliency: Saliency, count: int, weights: Tensor | None, room: Room) -> Tensor:
     """O(S) a step: every cost is kept up to date by the row of the structure that just went."""
     state = OBJECTIVES[saliency.objective](saliency)
-    closed = torch.zeros_like(state.first)  # infinite where a structure may not go (any more)
-    if room.cap is not None:
-        closed[(room.left <= 0)[room.owner]] = torch.inf
-    scale = None if weights is None else weights.to(closed)
-    order = torch.empty(count, dtype=torch.long, device=closed.device)
+    scale = None if weights is None else weights.to(saliency.scores)
+    state.close(room.full())
+    order = torch.empty(count, dtype=torch.long, device=room.owner.device)
     for i in track(range(count), "selecting", count):
-        cost = state.costs()
-        cost = cost + closed if scale is None else cost / scale + closed
-        s = torch.argmin(cost)
+        costs = state.costs()
+        s = torch.argmin(costs if scale is None else costs / scale)  # the first of equals
         order[i] = s
         state.remove(s)
-        closed[s] = torch.inf
-        if room.cap is not None:
-            closed.masked_fill_(room.closed_after(s), torch.inf)
+        state.close(s)
+        closed = room.closed_by(s)
+        if closed is not None:
+            state.close(closed)
     return order
 
 
@@ -124,8 +127,7 @@ class Individual:
     """Eq. 3: ``sum_s |f_s| + 1/2 sum_ss' |H_ss'|``; a step costs ``|f_s| + 1/2 |H_ss| + sum_{s' gone} |H_ss'|``."""
 
     def __init__(self, saliency: Saliency) -> None:
-        assert saliency.first is not None
-        self.first, self.pairs = saliency.first, saliency.pairs
+        self.pairs = saliency.pairs
         self.cost = saliency.scores.clone()
 
     def costs(self) -> Tensor:
@@ -135,37 +137,46 @@ class Individual:
         if self.pairs is not None:
             self.cost += self.pairs.index_select(0, s.view(1))[0].abs_()
 
+    def close(self, which: Tensor) -> None:
+        """These may not go any more: infinitely costly, whatever is added later."""
+        self.cost[which] = torch.inf
+
 
 class Joint:
-    """Eq. 2 itself: ``|sum_s f_s - 1/2 sum_ss' H_ss'|`` over what is gone."""
+    """Eq. 2 itself: ``|sum_s f_s - 1/2 sum_ss' H_ss'|`` over what is gone.
+
+    Kept for every structure: the sums if it went too, ``slope_s = sum f`` and ``curve_s = sum H``.
+    """
 
     def __init__(self, saliency: Saliency) -> None:
         assert saliency.first is not None
         own = saliency.own
         self.first, self.pairs = saliency.first, saliency.pairs
-        self.own = torch.zeros_like(self.first) if own is None else own
-        self.shared = torch.zeros_like(self.first)  # 2 sum_{s' gone} H_ss'
-        self.slope = self.first.new_zeros(())
-        self.curve = self.first.new_zeros(())
-
-    def combined(self, slope: Tensor, curve: Tensor) -> Tensor:
-        return (slope - 0.5 * curve).abs_()
+        self.slope = self.first.clone()
+        self.curve = torch.zeros_like(self.first) if own is None else own.clone()
+        self.gone = self.first.new_zeros(())  # sum H over what is gone
 
     def costs(self) -> Tensor:
-        return self.combined(self.slope + self.first, self.curve + self.shared + self.own)
+        return torch.add(self.slope, self.curve, alpha=-0.5).abs_()
 
     def remove(self, s: Tensor) -> None:
-        self.slope = self.slope + self.first[s]
-        self.curve = self.curve + self.shared[s] + self.own[s]
+        # f_u + F becomes f_u + F + f_s; H_uu + 2 sum H_ug + G gains 2 H_us, and G moves to what it is with s.
+        self.slope += self.first[s]
+        gone = self.curve[s].clone()
+        self.curve += gone - self.gone
+        self.gone = gone
         if self.pairs is not None:
-            self.shared.add_(self.pairs.index_select(0, s.view(1))[0], alpha=2)
+            self.curve.add_(self.pairs.index_select(0, s.view(1))[0], alpha=2)
+
+    def close(self, which: Tensor) -> None:
+        self.slope[which] = torch.inf
 
 
 class Order(Joint):
     """``|sum_s f_s| + 1/2 |sum_ss' H_ss'|``: the absolute values around each order."""
 
-    def combined(self, slope: Tensor, curve: Tensor) -> Tensor:
-        return slope.abs() + 0.5 * curve.abs()
+    def costs(self) -> Tensor:
+        return self.slope.abs().add_(self.curve.abs(), alpha=0.5)
 
 
 # "structure": sum_s |f_s - 1/2 H_ss| + 1/2 sum_{s != s'} |H_ss'|; its own cost comes with Saliency.scores.

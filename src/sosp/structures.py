@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
+from operator import index
 from typing import Any
 
 import torch
@@ -87,15 +88,7 @@ def find_structures(
     """
     one_of("kind", kind, KINDS)
     one_of("gate", gate, GATES)
-    if groups != "independent" and kind != "filters":
-        raise ArgumentError(f"groups= ties channels, and kind={kind!r} has none of its own. Use kind='filters'.")
-    if isinstance(groups, str):
-        if groups == "coupled":
-            raise StructureError(
-                "groups='coupled' needs to know which channels the network ties together, which is not derived "
-                "from the network yet. Name them: groups=[['layer1.0.conv2', 'layer1.1.conv2'], ...]."
-            )
-        one_of("groups", groups, ("independent", "coupled"))
+    _check_groups(groups, kind)
     excluded = excluded_names(model, exclude, parameters=kind == "weights")
     seen = trace(model, example, lambda m: layer_type(m) is not None)
     if kind == "weights":
@@ -168,7 +161,9 @@ def excluded_names(model: nn.Module, exclude: Exclude, *, parameters: bool = Tru
 
 
 def _entries(exclude: Exclude) -> list[str | nn.Module]:
-    entries = [exclude] if isinstance(exclude, (str, nn.Module)) or not isinstance(exclude, Iterable) else list(exclude)
+    entries: list[Any] = [exclude]
+    if isinstance(exclude, Iterable) and not isinstance(exclude, (str, nn.Module)):
+        entries = list(exclude)
     for entry in entries:
         if not isinstance(entry, (str, nn.Module)):
             raise ArgumentError(f"exclude holds {entry!r}; it takes names, patterns ('layer1.*') and modules.")
@@ -192,8 +187,8 @@ def _refuse_computed(model: nn.Module, name: str) -> None:
     """Single weights that another parameter determines cannot be removed by themselves."""
     if "weight" not in model.get_submodule(name)._parameters:
         raise StructureError(
-            f"the weight of {name!r} is computed from other parameters (weight_norm, a parametrization). Exclude it with "
-            f"exclude=[{name!r}], make it plain (remove_parametrizations), or use kind='filters'."
+            f"the weight of {name!r} is computed from other parameters (weight_norm, a parametrization). Exclude it "
+            f"with exclude=[{name!r}], make it plain (remove_parametrizations), or use kind='filters'."
         )
 
 
@@ -213,20 +208,36 @@ def _group_ids(layers: dict[str, Layer], groups: Sequence[Group]) -> tuple[Tenso
     return tuple(ids)
 
 
+def _check_groups(groups: str | Sequence[Group], kind: str) -> None:
+    if groups == "coupled":
+        raise StructureError(
+            "groups='coupled' needs to know which channels the network ties together, which is not derived "
+            "from the network yet. Name them: groups=[['layer1.0.conv2', 'layer1.1.conv2'], ...]."
+        )
+    if isinstance(groups, str):
+        return one_of("groups", groups, ("independent", "coupled"))
+    if kind != "filters":
+        raise ArgumentError(f"groups= ties channels, and kind={kind!r} has none to tie. Use kind='filters'.")
+    if not isinstance(groups, Sequence) or not all(_is_group(g) for g in groups):
+        raise ArgumentError(
+            f"groups={groups!r} must be a list of groups, each {{'conv1': [0], 'conv2': [0, 1]}} or ['conv1', 'conv2']."
+        )
+    return None
+
+
+def _is_group(group: Any) -> bool:
+    return isinstance(group, (Mapping, Sequence)) and not isinstance(group, str)
+
+
 def _members(layers: dict[str, Layer], groups: Sequence[Group]) -> list[list[tuple[str, int]]]:
     """Every group as its channels, (layer, channel)."""
     found: list[list[tuple[str, int]]] = []
     for group in groups:
-        if isinstance(group, str) or not isinstance(group, (Mapping, Sequence)):
-            raise ArgumentError(
-                f"groups holds {group!r}; it is a list of groups, each one {{'conv1': [0], 'conv2': [0, 1]}} or "
-                "['conv1', 'conv2']."
-            )
         for name in group:
             if name not in layers:
                 raise StructureError(f"groups name {name!r}, which is no prunable layer.{nearest(str(name), layers)}")
         if isinstance(group, Mapping):
-            found.append([(name, int(c)) for name, channels in group.items() for c in channels])
+            found.append([(name, _whole(name, c)) for name, channels in group.items() for c in channels])
         else:
             widths = {name: layers[name].channels for name in group}
             if len(set(widths.values())) > 1:
@@ -236,6 +247,13 @@ def _members(layers: dict[str, Layer], groups: Sequence[Group]) -> list[list[tup
         if not 0 <= c < layers[name].channels:
             raise StructureError(f"groups name channel {c} of {name!r}, which has {layers[name].channels}.")
     return [members for members in found if members]
+
+
+def _whole(name: str, channel: Any) -> int:
+    try:
+        return index(channel)
+    except TypeError:
+        raise ArgumentError(f"groups name channel {channel!r} of {name!r}; channels are whole numbers.") from None
 
 
 def _blocks(layers: dict[str, Layer], seen: Trace, gate: str) -> Structures:

@@ -129,7 +129,8 @@ def trace(model: nn.Module, example: Any, is_layer: Callable[[nn.Module], bool])
 def _watched(example: Any) -> tuple[Any, set[int]]:
     """The example with its float inputs as leaves of the graph to come, and their identities."""
     leaves = tree_map(
-        lambda x: x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x, example
+        lambda x: x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x,
+        example,
     )
     return leaves, {id(x) for x in tree_leaves(leaves) if isinstance(x, Tensor) and x.requires_grad}
 
@@ -163,8 +164,8 @@ def _run(model: nn.Module, example: Any) -> Any:
     except Exception as error:
         shapes = tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, example)
         raise StructureError(
-            f"the model does not run on the example (shapes {shapes}): {type(error).__name__}: {error}. Give the example "
-            "as model(...) takes it: a tensor, a tuple of arguments or a dict of keyword arguments."
+            f"the model does not run on the example (shapes {shapes}): {type(error).__name__}: {error}. Give the "
+            "example as model(...) takes it: a tensor, a tuple of arguments or a dict of keyword arguments."
         ) from error
 
 

@@ -135,6 +135,8 @@ def _out_of_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 def _rebind(target: Any, result: Any) -> Jet:
+    if result is target:  # dropout in eval mode
+        return result
     if not isinstance(target, Jet) or not isinstance(result, Jet) or target.shape != result.shape:
         raise Unsupported("an in-place operation that changes what is no jet, or its shape")
     if target.aliased:

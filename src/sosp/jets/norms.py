@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sosp.jets.jet import Jet, Pending, Unsupported, settle
 
-# Scale and shift of every batch norm in the network that is running, computed at once: id(running_mean) -> both.
-FOLDED: dict[int, tuple[Tensor, Tensor]] = {}
+# Scale and shift of every batch norm in the network that is running, computed at once, by what they are made of.
+FOLDED: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
 
 @contextmanager
@@ -27,10 +27,15 @@ def folded_norms(model: nn.Module) -> Iterator[None]:
             scales: Any = _rsqrt(variances, [m.eps for m in norms])
             scales = torch._foreach_mul(scales, [m.weight for m in norms])
             shifts = torch._foreach_sub([m.bias for m in norms], torch._foreach_mul(means, scales))
-            FOLDED.update({id(m): pair for m, *pair in zip(means, scales, shifts, strict=True)})  # type: ignore[misc]
+            keys = [_key(m.running_mean, m.running_var, m.weight, m.bias, m.eps) for m in norms]
+            FOLDED.update(zip(keys, zip(scales, shifts, strict=True), strict=True))
         yield
     finally:
         FOLDED.clear()
+
+
+def _key(mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, ...]:
+    return id(mean), id(var), id(weight), id(bias), eps
 
 
 def _plain_norm(m: Any) -> bool:
@@ -48,7 +53,8 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, mean = given["input"], given["running_mean"]
     if given.get("training") or not isinstance(x, Jet) or mean is None:
         raise Unsupported("a batch norm in train mode")
-    scale, shift = FOLDED.get(id(mean)) or _affine(given)
+    key = _key(mean, given["running_var"], given.get("weight"), given.get("bias"), given.get("eps", 1e-5))
+    scale, shift = FOLDED.get(key) or _affine(given)
     if scale.requires_grad:
         raise Unsupported("a batch norm with trainable parameters")
     before = x.pending or Pending()

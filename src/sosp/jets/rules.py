@@ -79,11 +79,21 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view that the faster memory layout does not allow is a copy here; jets are values, so nobody can tell."""
+    """A view, or a copy where the faster memory layout does not allow one; either way writing into it is refused."""
     try:
-        return _linear(func, args, kwargs)
+        out = _linear(func, args, kwargs)
     except RuntimeError:
-        return _linear(T.reshape, args, kwargs)
+        if func is not T.view:
+            raise
+        out = _linear(T.reshape, args, kwargs)
+    for jet in (out, args[0] if args else None):
+        if isinstance(jet, Jet) and out is not args[0]:
+            jet.aliased = True
+    return out
+
+
+def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise Unsupported(f"{getattr(func, '__name__', func)} goes behind the back of autograd")
 
 
 def _pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,11 +181,17 @@ def _max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return Jet(p, t)
 
 
+def _softmax_dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Jet, int]:
+    """The input and the dimension, which torch chooses by itself where none is named."""
+    given = dict(zip(("input", "dim"), args, strict=False)) | kwargs
+    x, dim = given["input"], given.get("dim")
+    return x, dim if dim is not None else 0 if x.dim() in (0, 1, 3) else 1
+
+
 def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``s' = s (t - <s, t>)``; torch's own rule for the tangent cannot be differentiated backward."""
-    given = dict(zip(("input", "dim"), args, strict=False)) | kwargs
-    x, dim = given["input"], given.get("dim", -1)
-    p = func(*(x.primal, *args[1:]), **kwargs)
+    x, dim = _softmax_dim(args, kwargs)
+    p = func(x.primal, *args[1:], **kwargs)
     if x.tangent is None:
         return Jet(p)
     return Jet(p, p * (x.tangent - (p * x.tangent).sum(dim, keepdim=True)))
@@ -183,9 +199,8 @@ def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _log_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``l' = t - <softmax, t>``."""
-    given = dict(zip(("input", "dim"), args, strict=False)) | kwargs
-    x, dim = given["input"], given.get("dim", -1)
-    p = func(*(x.primal, *args[1:]), **kwargs)
+    x, dim = _softmax_dim(args, kwargs)
+    p = func(x.primal, *args[1:], **kwargs)
     return Jet(p) if x.tangent is None else Jet(p, x.tangent - (p.exp() * x.tangent).sum(dim, keepdim=True))
 
 
@@ -213,8 +228,9 @@ def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     given.pop("size_average", None), given.pop("reduce", None)
     if not smoothing and not target.is_floating_point():
         return _linear(F.nll_loss, (logs, target), given | {"reduction": reduction})
-    if given.get("weight") is not None or (smoothing and not target.is_floating_point() and bool((target < 0).any())):
-        raise Unsupported("cross_entropy with class weights and smoothed labels")
+    ignored = not target.is_floating_point() and bool((target == given.get("ignore_index", -100)).any())
+    if given.get("weight") is not None or ignored:
+        raise Unsupported("cross_entropy with smoothed labels and class weights or ignored labels")
     if not target.is_floating_point():
         target = F.one_hot(target, x.shape[classes]).movedim(-1, classes).to(x.dtype)
     share = target * (1 - smoothing) + smoothing / x.shape[classes]
@@ -236,9 +252,44 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     scores = torch.matmul(q * scale, k.transpose(-2, -1))
     if given.get("is_causal"):
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    return torch.matmul(torch.softmax(scores, -1), v)
+    if mask is None:
+        return torch.matmul(torch.softmax(scores, -1), v)
+    # A query that may look nowhere sees nothing: its row of weights is zero, not 0 / 0.
+    allowed = mask if mask.dtype == torch.bool else ~mask.isneginf()
+    blind = ~allowed.any(-1, keepdim=True)
+    scores = scores.masked_fill(~(allowed | blind), float("-inf"))
+    scores = scores if mask.dtype == torch.bool else scores + mask.masked_fill(~allowed, 0)
+    return torch.matmul(torch.softmax(scores, -1).masked_fill(blind, 0), v)
+
+
+def _hardsigmoid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (args[0] / 6 + 0.5).clamp(0, 1)
+
+
+def _glu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = dict(zip(("input", "dim"), args, strict=False)) | kwargs
+    a, b = given["input"].chunk(2, given.get("dim", -1))
+    return a * torch.sigmoid(b)
+
+
+def _mse_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = dict(zip(("input", "target"), args, strict=False)) | kwargs
+    gap = given["input"] - given["target"]
+    how = given.get("reduction", "mean")
+    return gap * gap if how == "none" else (gap * gap).sum() if how == "sum" else (gap * gap).mean()
+
+
+def _own_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function written in Python: run it on the jets, as if it had never asked whether they are ordinary tensors."""
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    kept = {n: getattr(F, n) for n in names}
+    try:
+        for n in names:
+            setattr(F, n, lambda *_: False)
+        return func(*args, **kwargs)
+    finally:
+        for n, original in kept.items():
+            setattr(F, n, original)
 
 
 def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -263,7 +314,13 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys((torch.cat, torch.concat, torch.stack), _join),
     **dict.fromkeys((torch.chunk, T.chunk, torch.split, T.split, torch.unbind, T.unbind), _pieces),
     T.__iter__: _iterate,
-    T.view: _view,
+    **dict.fromkeys(
+        (T.view, T.view_as, T.reshape, torch.reshape, T.reshape_as, T.flatten, torch.flatten, T.unflatten, T.contiguous,
+         torch.unflatten, T.squeeze, torch.squeeze, T.unsqueeze, torch.unsqueeze, T.permute, torch.permute, T.transpose,
+         torch.transpose, T.expand, T.expand_as, T.movedim, torch.movedim, T.__getitem__, T.narrow, torch.narrow),
+        _view,
+    ),
+    getattr(T, "data").__get__: _refuse,  # noqa: B009
     torch.max_pool2d: _max_pool,
     **dict.fromkeys((F.softmax, torch.softmax, T.softmax), _softmax),
     **dict.fromkeys((F.log_softmax, torch.log_softmax, T.log_softmax), _log_softmax),
@@ -272,12 +329,14 @@ TABLE: dict[Any, Rule] = {
     F.group_norm: group_norm,
     F.cross_entropy: _cross_entropy,
     F.scaled_dot_product_attention: _attention,
-    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout), _dropout),
+    F.multi_head_attention_forward: _own_body,
+    F.hardsigmoid: _hardsigmoid,
+    F.glu: _glu,
+    F.mse_loss: _mse_loss,
+    **dict.fromkeys((torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout), _dropout),
     F.pad: _pad,
     **dict.fromkeys(
-        (torch.flatten, T.flatten, T.reshape, torch.reshape, T.permute, torch.permute, T.transpose, T.contiguous,
-         torch.transpose, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.__getitem__, T.mean, torch.mean,
-         T.sum, torch.sum, T.expand, T.movedim, torch.movedim, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, torch.roll,
+        (T.mean, torch.mean, T.sum, torch.sum, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, torch.roll,
          T.roll, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, F.pixel_shuffle, T.__neg__,
          T.float, T.double, T.to, T.clone, T.type_as),
         _linear,

@@ -7,10 +7,12 @@ derivative of its tangent, backward over forward, must equal the tangent of its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sosp.jets.jet import Jet, Unsupported, value
@@ -37,29 +39,47 @@ def _mixed_derivatives_agree(func: Any, args: tuple[Any, ...], kwargs: dict[str,
     def run(values: list[Tensor]) -> list[Tensor]:
         swap = lambda a: values[places[id(a)]] if id(a) in places else value(a)  # noqa: E731
         swapped = tree_map(swap, (args, kwargs))
-        return [
-            o for o in tree_leaves(func(*swapped[0], **swapped[1])) if isinstance(o, Tensor) and o.is_floating_point()
-        ]
-
-    def weigh(outputs: list[Tensor]) -> Tensor:
-        """Any fixed weights that treat no two outputs alike."""
-        weights = [torch.arange(o.numel(), device=o.device).cos().to(o.dtype).view(o.shape) for o in outputs]
-        return torch.stack([(o * w).sum() for o, w in zip(outputs, weights, strict=True)]).sum()
-
-    def along(values: list[Tensor]) -> Tensor:
-        return weigh(run(values))
-
-    def along_tangent(values: list[Tensor]) -> Tensor:
-        moved: Any = torch.func.jvp(run, (values,), (t,))[1]
-        return weigh(moved)
+        out = tree_leaves(func(*swapped[0], **swapped[1]))
+        return [o for o in out if isinstance(o, Tensor) and o.is_floating_point()]
 
     try:
         if not run(p):
             return True  # a comparison, an index: nothing to differentiate
-        backward = torch.func.grad(along_tangent)(p)
-        forward = torch.func.jvp(torch.func.grad(along), (p,), (t,))[1]
+        backward = _backward_over_forward(run, p, t)
+        forward = _forward_over_backward(run, p, t)
     except (RuntimeError, NotImplementedError, TypeError):
         return False
     ahead, back = (torch.cat([x.flatten() for x in xs]) for xs in (forward, backward))
     loose = {torch.float64: 1e-6, torch.float32: 1e-2}.get(back.dtype, 0.2)
     return bool((ahead - back).norm() <= loose * (ahead.norm() + back.norm()))
+
+
+Run = Callable[[list[Tensor]], list[Tensor]]
+
+
+def _weigh(outputs: list[Tensor]) -> Tensor:
+    """One number from all outputs, with fixed weights that treat no two alike."""
+    weights = [torch.arange(o.numel(), device=o.device).cos().to(o.dtype).view(o.shape) for o in outputs]
+    return torch.stack([(o * w).sum() for o, w in zip(outputs, weights, strict=True)]).sum()
+
+
+def _backward_over_forward(run: Run, p: list[Tensor], t: list[Tensor]) -> list[Tensor]:
+    """The way jets take."""
+    inputs = [x.clone().requires_grad_() for x in p]
+    with forward_ad.dual_level():
+        pairs = [
+            forward_ad.unpack_dual(o)
+            for o in run([forward_ad.make_dual(*pair) for pair in zip(inputs, t, strict=True)])
+        ]
+        moved = [pair.tangent for pair in pairs if pair.tangent is not None]
+    total = _weigh(moved) if moved else None
+    if total is None or not total.requires_grad:
+        return [torch.zeros_like(x) for x in inputs]
+    return list(torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True))
+
+
+def _forward_over_backward(run: Run, p: list[Tensor], t: list[Tensor]) -> list[Tensor]:
+    def along(values: list[Tensor]) -> Tensor:
+        return _weigh(run(values))
+
+    return list(torch.func.jvp(torch.func.grad(along), (p,), (t,))[1])
