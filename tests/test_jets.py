@@ -240,8 +240,8 @@ def test_what_would_go_silently_wrong_is_refused() -> None:
     x = jet()
     with pytest.raises(Unsupported, match="view"):
         x.view(4, 3).mul_(2)
+    image = draw(2, 4, 3, 3).requires_grad_() * 1
     with pytest.raises(Unsupported, match="view"):
-        image = draw(2, 4, 3, 3).requires_grad_() * 1
         Jet(image.contiguous(memory_format=torch.channels_last)).reshape(2, -1).mul_(2)  # a copy, as it happens
     with pytest.raises(Unsupported, match="autograd"):
         jet().data.clamp_(0, 1)

@@ -28,6 +28,7 @@ from sosp.passes import (
     losses_of,
     open_gates,
     plain_gates,
+    refuse_dead_ends,
     wide,
 )
 from sosp.progress import track
@@ -96,8 +97,9 @@ def _hessian_jets(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:
     with jet_gates(problem, gates):
         loss = losses_of(problem, chunk)
         slope = loss.tangent if isinstance(loss, jets.Jet) else None
-        if slope is None or gates.direction is None:
-            raise jets.Unsupported("no tangent reached the loss")
+        assert gates.direction is not None
+        if slope is None:  # nothing that moves reaches the loss
+            return wide(torch.zeros_like(gates.values)), wide(torch.zeros_like(gates.values))
         first, second = derivative(slope.sum(), [gates.direction, gates.values])
     return wide(first), wide(second)
 
@@ -120,6 +122,7 @@ def _hessian_double_backward(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:
     with plain_gates(problem, gates.values):
         loss = losses_of(problem, chunk).sum() * share
         (first,) = derivative(loss, [gates.values], create_graph=True)
+        refuse_dead_ends(first)
         moved = (first * d.to(first)).sum()
         second = derivative(moved, [gates.values])[0] if moved.requires_grad else torch.zeros_like(first)
     return wide(first.detach()), wide(second)
@@ -182,12 +185,9 @@ def _named_weights(problem: Problem) -> dict[str, Tensor]:
 
 def _loss_at(problem: Problem, chunk: Chunk) -> Callable[[dict[str, Tensor]], Tensor]:
     """The summed loss as a function of the weights."""
-    inputs = chunk.inputs
 
     def loss(weights: dict[str, Tensor]) -> Tensor:
-        keyed = isinstance(inputs, dict)
-        args = () if keyed else inputs if isinstance(inputs, tuple) else (inputs,)
-        outputs = functional_call(problem.model, weights, args, inputs if keyed else None)
+        outputs = chunk.run(lambda *args, **named: functional_call(problem.model, weights, args, named))
         return per_example(problem.loss, outputs, chunk).sum()
 
     return loss
@@ -214,6 +214,8 @@ def _weights_double_backward(problem: Problem, chunk: Chunk) -> Sums:
     theta = _named_weights(problem)
     at = {name: w.clone().requires_grad_() for name, w in theta.items()}
     first = derivative(_loss_at(problem, chunk)(at), list(at.values()), create_graph=True)
+    for slope in first:
+        refuse_dead_ends(slope)
     moved = torch.stack([(f * w).sum() for f, w in zip(first, theta.values(), strict=True)]).sum()
     second = derivative(moved, list(at.values())) if moved.requires_grad else [torch.zeros_like(f) for f in first]
     return _times_theta(theta, [f.detach() for f in first]), _times_theta(theta, second)

@@ -25,11 +25,12 @@ class GateHook:
 
 def install(model: nn.Module, layers: Sequence[Layer], gate: str, apply: Apply) -> list[Any]:
     """Hook ``apply`` onto the outputs of ``layers``, or of their own norms; returns the handles that undo it."""
-    handles = []
-    for i, layer in enumerate(layers):
-        for name in (layer.norms if gate == "features" else ()) or (layer.name,):
-            handles.append(model.get_submodule(name).register_forward_hook(GateHook(apply, i)))
-    return handles
+    places = [
+        (i, model.get_submodule(name))
+        for i, layer in enumerate(layers)
+        for name in (layer.norms if gate == "features" else ()) or (layer.name,)
+    ]
+    return [module.register_forward_hook(GateHook(apply, i)) for i, module in places]
 
 
 @contextmanager

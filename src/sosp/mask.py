@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from sosp.errors import StructureError, nearest
 from sosp.gates import along, install
 from sosp.records import Layer, Structures
-from sosp.structures import find_structures
+from sosp.structures import find_structures, layer_type
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +38,9 @@ class Mask:
         """A mask written by hand: ``{"layer1.0.conv1": [0, 3]}``."""
         found = find_structures(model, example, kind=kind)
         layers = {layer.name: layer for layer in found.layers}
-        clean = {name: _indices(layers, name, list(channels)) for name, channels in removed.items()}
+        clean = {name: _indices(layers, name, channels) for name, channels in removed.items()}
         clean = {name: clean[name] for name in layers if name in clean and len(clean[name])}
+        kind = "weights" if kind == "weights" else "filters"
         return cls(kind, found.layers, clean, len(found), sum(map(len, clean.values())))
 
     @classmethod
@@ -78,15 +80,18 @@ class Mask:
         return "\n".join(lines)
 
 
-def _indices(layers: Mapping[str, Layer], name: str, channels: list[int]) -> Tensor:
+def _indices(layers: Mapping[str, Layer], name: str, channels: Iterable[int]) -> Tensor:
     if name not in layers:
         raise StructureError(
             f"the mask names {name!r}, which is no prunable layer of the model (or is its output layer)."
             + nearest(name, layers)
         )
     size = layers[name].channels
+    if not isinstance(channels, Iterable):
+        raise StructureError(f"the mask gives {channels!r} for {name!r}; give a list of channels, [{channels!r}].")
+    channels = list(channels)
     for c in channels:
-        if isinstance(c, bool) or int(c) != c or not 0 <= c < size:
+        if isinstance(c, bool) or not isinstance(c, SupportsIndex) or not 0 <= index(c) < size:
             raise StructureError(f"the mask names channel {c} of {name!r}, which has channels 0 to {size - 1}.")
     if len(set(map(int, channels))) < len(channels):
         twice = next(int(c) for c in channels if channels.count(c) > 1)
@@ -97,11 +102,14 @@ def _indices(layers: Mapping[str, Layer], name: str, channels: list[int]) -> Ten
 def masked(model: nn.Module, mask: Mask) -> nn.Module:
     """A copy of ``model`` with the mask's feature maps forced to zero; same class, trains and evaluates."""
     known = dict(model.named_parameters() if mask.kind == "weights" else model.named_modules())
-    for name in mask.removed:
+    norms = [n for layer in mask.layers if layer.name in mask.removed for n in layer.norms]
+    for name in (*mask.removed, *norms):
         if name not in known:
             raise StructureError(f"the mask names {name!r}, which this model does not have.{nearest(name, known)}")
     twin = copy.deepcopy(model)
     if mask.kind == "weights":
+        for layer in (x for x in mask.layers if x.name in mask.removed):
+            _check_size(layer, twin.get_parameter(layer.name).numel(), "weights")
         return _with_zero_weights(twin, mask)
     layers = [layer for layer in mask.layers if layer.name in mask.removed]
     for layer in layers:
@@ -117,13 +125,17 @@ def _gone(layer: Layer, mask: Mask) -> Tensor:
     return gone
 
 
-def _check_width(model: nn.Module, layer: Layer) -> None:
-    module: Any = model.get_submodule(layer.name)
-    width = getattr(module, "out_channels", getattr(module, "out_features", getattr(module, "nf", layer.channels)))
-    if width != layer.channels:
+def _check_size(layer: Layer, found: int, what: str) -> None:
+    if found != layer.channels:
         raise StructureError(
-            f"the mask was made for a {layer.name!r} with {layer.channels} channels; this one has {width}."
+            f"the mask was made for a {layer.name!r} with {layer.channels} {what}; this one has {found}."
         )
+
+
+def _check_width(model: nn.Module, layer: Layer) -> None:
+    module = model.get_submodule(layer.name)
+    kind = layer_type(module)
+    _check_size(layer, kind.channels(module) if kind else layer.channels, "channels")
 
 
 class Zero:

@@ -194,17 +194,42 @@ def doubled(chunk: Chunk) -> tuple[Chunk, float]:
 
 def losses_of(problem: Problem, chunk: Chunk) -> Any:
     """One loss per example, (N,)."""
-    return per_example(problem.loss, chunk.run(problem.model), chunk)
+    losses = per_example(problem.loss, chunk.run(problem.model), chunk)
+    refuse_constant(jets.value(losses))
+    return losses
 
 
-def derivative(output: Tensor, inputs: list[Tensor], **options: Any) -> list[Tensor]:
-    """``d output / d inputs``; zeros where an input plays no part."""
+def losses_without_gates(problem: Problem, chunk: Chunk) -> None:
+    """Run the network as it is."""
+    per_example(problem.loss, chunk.run(problem.model), chunk)
+
+
+def refuse_constant(output: Tensor) -> None:
     if not output.requires_grad:
         raise DifferentiationError(
             "the loss does not depend differentiably on any structure. Look for torch.no_grad, .detach(), .item() or "
             "an argmax in the model's forward or in the loss."
         )
+
+
+def derivative(output: Tensor, inputs: list[Tensor], **options: Any) -> list[Tensor]:
+    """``d output / d inputs``; zeros where an input plays no part."""
+    refuse_constant(output)
     return list(torch.autograd.grad(output, inputs, materialize_grads=True, allow_unused=True, **options))
+
+
+def refuse_dead_ends(slope: Tensor) -> None:
+    """A backward marked ``once_differentiable`` ends in an error node that ``autograd.grad`` walks past in silence."""
+    seen: set[Any] = set()
+    stack = [slope.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::Error":
+            raise NotImplementedError("an operation's backward cannot be differentiated (once_differentiable)")
+        stack += [n for n, _ in node.next_functions]
 
 
 # Ways: the same quantity, fast first ----------------------------------------------------------------------------------
@@ -234,6 +259,8 @@ def first_that_works(ways: Mapping[str, Way], advice: str = "") -> Way:
             except (SospError, torch.OutOfMemoryError):
                 raise
             except OUT_OF_REACH as error:
+                if not told:
+                    losses_without_gates(*args[:2])  # a mistake of the model or the loss shows itself here
                 told.append(f"{names[0]}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
                 if len(names) == 1:
                     tried = "; ".join(told)

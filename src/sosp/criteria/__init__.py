@@ -18,7 +18,7 @@ from sosp.losses import check as check_loss
 from sosp.passes import Problem, Terms
 from sosp.preserve import borrowed
 from sosp.records import OBJECTIVES, Saliency, Structures
-from sosp.structures import find_structures
+from sosp.structures import find_structures, layer_type
 
 Criterion = Callable[[Problem, Options], Terms | Tensor]
 
@@ -83,11 +83,17 @@ def score(
 def _check_model(model: nn.Module, structures: Structures) -> None:
     """The structures must have been found in this model, or in one of the same shape."""
     names = dict(model.named_parameters() if structures.kind == "weights" else model.named_modules())
+    again = "Find them again: structures=sosp.find_structures(model, example)."
     for layer in structures.layers:
-        if layer.name not in names:
+        for name in (layer.name, *layer.norms):
+            if name not in names:
+                raise ArgumentError(f"the structures name {name!r}, which this model does not have. {again}")
+        found: Any = names[layer.name]
+        kind = None if structures.kind == "weights" else layer_type(found)
+        width = found.numel() if structures.kind == "weights" else kind.channels(found) if kind else None
+        if width != layer.channels:
             raise ArgumentError(
-                f"the structures name {layer.name!r}, which this model does not have. Find them again: "
-                "structures=sosp.find_structures(model, example)."
+                f"the structures have {layer.channels} channels in {layer.name!r}, this model {width}. {again}"
             )
 
 
