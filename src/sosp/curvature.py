@@ -98,10 +98,14 @@ def _hessian_jets(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:
         loss = losses_of(problem, chunk)
         slope = loss.tangent if isinstance(loss, jets.Jet) else None
         assert gates.direction is not None
-        if slope is None:  # nothing that moves reaches the loss
-            return wide(torch.zeros_like(gates.values)), wide(torch.zeros_like(gates.values))
-        first, second = derivative(slope.sum(), [gates.direction, gates.values])
-    return wide(first), wide(second)
+        if slope is not None:
+            first, second = derivative(slope.sum(), [gates.direction, gates.values])
+            return wide(first), wide(second)
+        # Either nothing that moves reaches the loss, or its tangent was lost on the way.
+        (first,) = derivative(value(loss).sum(), [gates.values])
+        if bool((first * gates.direction).any()):
+            raise jets.Unsupported("a tangent was lost on its way to the loss")
+    return wide(first), wide(torch.zeros_like(first))
 
 
 def _hessian_forward_over_reverse(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sosp.errors import ArgumentError, StructureError, nearest, one_of
+from sosp.preserve import borrowed
 from sosp.records import INPUT, Layer, Structures
 from sosp.wiring import Trace, trace
 
@@ -108,7 +109,8 @@ def find_structures(
             + f". Supported layers: {', '.join(t if isinstance(t, str) else t.__name__ for t in LAYERS)}."
         )
     _refuse_shared(model, left)
-    layers = {name: _layer(model, seen, name) for name in left}
+    with borrowed(model):  # a weight that is computed (spectral norm) may change the model when looked at
+        layers = {name: _layer(model, seen, name) for name in left}
     if kind == "blocks":
         return _blocks(layers, seen, gate)
     ids = _group_ids(layers, [] if isinstance(groups, str) else groups)

@@ -117,13 +117,13 @@ def trace(model: nn.Module, example: Any, is_layer: Callable[[nn.Module], bool])
                     handles.append(module.register_forward_hook(recorder.embedding(tag)))
                 elif is_norm(module):
                     handles.append(module.register_forward_hook(recorder.norm(name)))
-                if not any(module.children()):
+                if not any(module.children()) and not isinstance(module, torch.jit.ScriptModule):
                     handles.append(module.register_forward_hook(recorder.size))
             outputs = _run(model, _copies(example))
         finally:
             for h in handles:
                 h.remove()
-    return _read(recorder, _output_nodes(outputs), sources, _examples(example))
+    return _read(recorder, _output_nodes(outputs), _main_nodes(outputs), sources, _examples(example))
 
 
 def _watched(example: Any) -> tuple[Any, set[int]]:
@@ -183,9 +183,22 @@ def _output_nodes(outputs: Any) -> list[Any]:
     return nodes
 
 
-def _read(recorder: Recorder, ends: list[Any], sources: set[int], examples: int) -> Trace:
+def _main_nodes(outputs: Any) -> list[Any]:
+    """The node of the logits, where a container of outputs names them; none elsewhere."""
+    for key in ("logits", "out"):
+        found = outputs.get(key) if isinstance(outputs, Mapping) else getattr(outputs, key, None)
+        if isinstance(found, Tensor) and found.grad_fn is not None:
+            return [found.grad_fn]
+    return []
+
+
+def _read(recorder: Recorder, ends: list[Any], main: list[Any], sources: set[int], examples: int) -> Trace:
     graph = Graph(ends, recorder.nodes, recorder.inputs, sources)
-    wiring: dict[str, set[str]] = {OUTPUT: set(graph.nearest(ends))}
+    main = main or ends
+    wiring: dict[str, set[str]] = {OUTPUT: set(graph.nearest(main))}
+    # A hidden state that is returned beside the logits ends in a layer whose channels the logits need as well.
+    inside = {recorder.nodes[n] for end in main for n in graph.upstream(end) if n in recorder.nodes}
+    output_layers = wiring[OUTPUT] | (graph.nearest(ends) - inside)
     for node, name in recorder.nodes.items():
         if node in graph.edges:
             wiring.setdefault(name, set()).update(graph.nearest(graph.edges[node]))
@@ -199,7 +212,7 @@ def _read(recorder: Recorder, ends: list[Any], sources: set[int], examples: int)
         order,
         recorder.calls,
         {name: tuple(sorted(up)) for name, up in wiring.items()},
-        frozenset(wiring[OUTPUT] - {INPUT}),
+        frozenset(output_layers - {INPUT}),
         frozenset(n for n in order if n not in reached or n in recorder.unmarked),
         graph.branches(),
         examples,
