@@ -641,3 +641,27 @@ def test_a_shared_weight_counts_once() -> None:
     model[2].weight = model[0].weight
     s = sosp.find_structures(model, torch.randn(2, 3), kind="weights")
     assert [layer.name for layer in s.layers] == ["0.weight", "0.bias", "2.bias"]
+
+
+class WithHiddenState(nn.Module):
+    """Returns a hidden state beside its logits, as encoder-decoder models do, and has a head of its own for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.aside, self.head = nn.Linear(4, 5), nn.Linear(5, 2), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.body(x)
+        return {"logits": self.head(hidden.relu()), "hidden": hidden, "aside": self.aside(hidden)}
+
+
+def test_a_hidden_state_beside_the_logits_does_not_make_its_layer_an_output() -> None:
+    found = sosp.find_structures(WithHiddenState(), torch.randn(2, 4))
+    assert [layer.name for layer in found.layers] == ["body"]
+
+
+def test_looking_at_a_spectral_norm_in_train_mode_changes_nothing() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5)), nn.ReLU(), nn.Linear(5, 3)).train()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    assert len(sosp.find_structures(model, torch.randn(2, 4))) == 5
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
