@@ -18,7 +18,8 @@ from oracles import losses as oracle
 from oracles.theta import thetas
 from sosp.data import Chunk
 from sosp.errors import ArgumentError, DataError, LossError, OutputError
-from sosp.losses import factors, logits_of, per_example
+from sosp.factors import factors
+from sosp.losses import logits_of, per_example
 
 # D terms of size 1 (of size |f| <= 100 for the squared loss), added in another order.
 ROUNDING = {"rtol": 1e-12, "atol": 1e-14}

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from sosp.data import Chunk
+from sosp.factors import factors
 from sosp.gates import gated
 from sosp.jets import value
-from sosp.losses import factors, logits_of, per_example
+from sosp.losses import logits_of, per_example
 from sosp.passes import (
     Gates,
     Problem,
