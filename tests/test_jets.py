@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sosp.jets import Gate, Jet, Unsupported, gate
+from sosp.jets.convolution import FrozenConv, conv_plan, side_by_side
 from sosp.jets.sums import channel_sums
 from sosp.jets.trust import require_trust
 
@@ -279,3 +280,27 @@ def test_channel_sums(shape: tuple[int, ...], axis: int, each: bool) -> None:
     assert torch.allclose(channel_sums(x, axis, each), x.sum(others) if others else x)
     if x.dim() == 4 and axis == 1:
         assert torch.allclose(channel_sums(x.contiguous(memory_format=torch.channels_last), 1, each), x.sum(others))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_value_and_tangent_share_a_convolution_where_they_lie_side_by_side(layout: torch.memory_format) -> None:
+    both = draw(6, 4, 5, 5).contiguous(memory_format=layout)
+    p, t = both[:3], both[3:]
+    joined = side_by_side(p, t)
+    assert joined is not None
+    assert torch.equal(joined, both)
+    assert side_by_side(t, p) is None  # the wrong way round
+    assert side_by_side(p, t.clone()) is None  # elsewhere
+    assert side_by_side(both[:2], both[3:5]) is None  # a gap between them
+    assert side_by_side(p[:, 1:], t[:, 1:]) is None  # holes
+    plan = conv_plan(W, (), {"padding": 1, "stride": 2})
+    assert plan is not None
+    results = []
+    for tangent in (t, t.clone()):
+        leaves = [x.detach().requires_grad_() for x in (p, tangent)]
+        out = FrozenConv.apply(*leaves, W, draw(3), plan)
+        grads = torch.autograd.grad([o.sum() if i else (o * o).sum() for i, o in enumerate(out)], leaves)
+        results.append([*out, *grads])
+    assert all(torch.allclose(a, b, rtol=EXACT, atol=EXACT) for a, b in zip(*results, strict=True))
+    assert torch.allclose(results[0][0], F.conv2d(p, W, draw(3), 2, 1), rtol=EXACT, atol=EXACT)
+    assert torch.allclose(results[0][1], F.conv2d(t, W, None, 2, 1), rtol=EXACT, atol=EXACT)
