@@ -1,6 +1,6 @@
 """The oracles and the table of cases checked against each other; the library is not imported."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
@@ -28,15 +28,6 @@ FIRST = {"rtol": 1e-7, "atol": 2e-9}
 SECOND = {"rtol": 1e-6, "atol": 1e-6}
 # u|g|/eps with eps = 1e-6, and gradients g of up to 20 summed over 500 parameters: 20 * 1e-10 at worst.
 SLOPES = {"rtol": 1e-6, "atol": 5e-9}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: a second thread costs up to 40 times what it saves on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def close(a: Tensor, b: Tensor, tolerance: dict[str, float] = ROUNDING) -> bool:
