@@ -7,7 +7,7 @@ apart by example: its gate gradients are N rows of a tall matrix, and the Gram m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -58,10 +58,11 @@ def gauss_newton(
             apart.append(examples_apart(problem, chunk))
         parts = [chunk] if apart[0] else [chunk.rows(i, i + 1) for i in range(chunk.size)]
         total = None
-        for part in parts:
-            first, rows = rows_of(problem, part, apart[0])
-            gram.add(rows)
-            total = first if total is None else total.add_(first)
+        with gram.all_or_nothing():
+            for part in parts:
+                first, rows = rows_of(problem, part, apart[0])
+                gram.add(rows)
+                total = first if total is None else total.add_(first)
         return (total,)
 
     count, (first,) = average(problem, "Gauss-Newton", step, share=0.7)
@@ -76,30 +77,33 @@ class Gram:
     def __init__(self, S: int, diagonal: bool) -> None:
         self.S, self.diagonal = S, diagonal
         self.total: Tensor | None = None
+        self.blocks = 0
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """A chunk that runs out of memory may be tried again in halves, but not once part of it has been added."""
+        before = self.blocks
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self.blocks == before:
+                raise
+            raise MemoryError(
+                f"the device's memory ran out in the middle of a chunk, with {self.S} structures. Free some of it, "
+                "exclude layers, or use method='sosp-h', which keeps no matrix."
+            ) from error
 
     def add(self, rows: Iterator[Tensor]) -> None:
         """Add a chunk's rows, a thousand or so at a time."""
-        started = False
-        try:
-            for block in _blocks(rows):
-                self._add(block)
-                started = True
-        except torch.OutOfMemoryError as error:
-            # Before the first block nothing was added, and the chunk may be tried again in halves.
-            if started:
-                raise MemoryError(
-                    "out of memory in the middle of a chunk of examples; give smaller examples="
-                ) from error
-            raise
-
-    def _add(self, block: Tensor) -> None:
-        if self.total is None:
-            shape = (self.S,) if self.diagonal else (self.S, self.S)
-            self.total = block.new_zeros(shape)
-        if self.diagonal:
-            self.total += block.square().sum(0)
-        else:
-            self.total.addmm_(block.T, block)
+        for block in _blocks(rows):
+            block = block.to(torch.promote_types(block.dtype, torch.float32))  # half precision is not for sums
+            if self.total is None:
+                self.total = block.new_zeros((self.S,) if self.diagonal else (self.S, self.S))
+            self.blocks += 1
+            if self.diagonal:
+                self.total += block.square().sum(0)
+            else:
+                self.total.addmm_(block.T, block)
 
 
 def _blocks(rows: Iterator[Tensor]) -> Iterator[Tensor]:

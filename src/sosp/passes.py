@@ -7,6 +7,7 @@ works is used, and a warning says so when it is not the fast one.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -268,11 +269,20 @@ def first_that_works(ways: Mapping[str, Way], advice: str = "") -> Way:
                         f"the network could not be differentiated by any of the exact ways tried. {tried}. {advice}"
                     ) from error
                 names.pop(0)
-                warnings.warn(f"taking a slower exact way ({names[0]}); {told[-1]}", SlowPathWarning, stacklevel=2)
+                text = f"taking a slower exact way ({names[0]}); {told[-1]}"
+                warnings.warn(text, SlowPathWarning, stacklevel=_users_level())
             else:
                 return result
 
     return step
+
+
+def _users_level() -> int:
+    """How far up the stack the user's own call of sosp is, for a warning to point at."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "sosp":
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def wide(x: Tensor) -> Tensor:
