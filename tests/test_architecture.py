@@ -21,7 +21,7 @@ ALLOWED = {
     "data": "errors",
     "losses": "errors data",
     "factors": "errors data losses",
-    "wiring": "errors records preserve",
+    "wiring": "errors records preserve data",
     "structures": "errors records preserve data wiring",
     "gates": "errors records",
     "jets": "errors",

@@ -40,10 +40,7 @@ class Chunk:
 
     def run(self, model: Callable[..., Any]) -> Any:
         """The model's output on a copy of these inputs: some networks write into what they are given."""
-        inputs = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, self.inputs)
-        if isinstance(inputs, Mapping):
-            return model(**inputs)
-        return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        return call(model, copies(self.inputs))
 
     def where(self, row: int) -> str:
         """Name example ``row`` as the user would: its batch and its place there."""
@@ -69,6 +66,18 @@ class Chunk:
         """Every example two times."""
         both = tree_map(lambda x: torch.cat([x, x]) if _by_example(x, self.size) else x, (self.inputs, self.targets))
         return Chunk(both[0], both[1], self.origin * 2, self.keyed)
+
+
+def call(model: Callable[..., Any], inputs: Any) -> Any:
+    """Run inputs given as a tensor, a tuple of arguments or a dict of keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def copies(inputs: Any) -> Any:
+    """The same inputs in memory of their own; gradients still flow through."""
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs)
 
 
 def _by_example(x: Any, size: int) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from sosp.data import call, copies
 from sosp.errors import DataError, DifferentiationError, StructureError
 from sosp.preserve import borrowed
 from sosp.records import INPUT, OUTPUT
@@ -46,13 +47,6 @@ class Trace:
 def is_norm(module: nn.Module) -> bool:
     """A normalisation that may belong to the layer in front of it."""
     return isinstance(module, NORMS) or any(c.__name__ in NORM_NAMES for c in type(module).__mro__)
-
-
-def call_model(model: nn.Module, example: Any) -> Any:
-    """Run an example given as a tensor, a tuple of arguments or a dict of keyword arguments."""
-    if isinstance(example, Mapping):
-        return model(**example)
-    return model(*example) if isinstance(example, (tuple, list)) else model(example)
 
 
 class Recorder:
@@ -119,7 +113,7 @@ def trace(model: nn.Module, example: Any, is_layer: Callable[[nn.Module], bool])
                     handles.append(module.register_forward_hook(recorder.norm(name)))
                 if not any(module.children()) and not isinstance(module, torch.jit.ScriptModule):
                     handles.append(module.register_forward_hook(recorder.size))
-            outputs = _run(model, _copies(example))
+            outputs = _run(model, copies(example))
         finally:
             for h in handles:
                 h.remove()
@@ -133,11 +127,6 @@ def _watched(example: Any) -> tuple[Any, set[int]]:
         example,
     )
     return leaves, {id(x) for x in tree_leaves(leaves) if isinstance(x, Tensor) and x.requires_grad}
-
-
-def _copies(example: Any) -> Any:
-    """Some networks write into what they are given."""
-    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, example)
 
 
 def _check_example_device(model: nn.Module, example: Any) -> torch.device:
@@ -160,7 +149,7 @@ def _examples(example: Any) -> int:
 
 def _run(model: nn.Module, example: Any) -> Any:
     try:
-        return call_model(model, example)
+        return call(model, example)
     except Exception as error:
         shapes = tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, example)
         raise StructureError(

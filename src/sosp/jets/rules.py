@@ -86,9 +86,9 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is not T.view:
             raise
         out = _linear(T.reshape, args, kwargs)
-    for jet in (out, args[0] if args else None):
-        if isinstance(jet, Jet) and out is not args[0]:
-            jet.aliased = True
+    source = args[0] if args else kwargs.get("input")
+    if isinstance(out, Jet) and isinstance(source, Jet) and out is not source:
+        out.aliased = source.aliased = True
     return out
 
 
