@@ -241,9 +241,13 @@ def test_what_would_go_silently_wrong_is_refused() -> None:
     x = jet()
     with pytest.raises(Unsupported, match="view"):
         x.view(4, 3).mul_(2)
-    image = draw(2, 4, 3, 3).requires_grad_() * 1
+    flat = x.view(-1)
     with pytest.raises(Unsupported, match="view"):
-        Jet(image.contiguous(memory_format=torch.channels_last)).reshape(2, -1).mul_(2)  # a copy, as it happens
+        x.mul_(2)
+    assert flat.shape == (12,)
+    image = Jet((draw(2, 4, 3, 3).requires_grad_() * 1).contiguous(memory_format=torch.channels_last))
+    with pytest.raises(Unsupported, match="view"):
+        image.reshape(2, -1).mul_(2)  # a copy, as it happens
     with pytest.raises(Unsupported, match="autograd"):
         jet().data.clamp_(0, 1)
     with pytest.raises(Unsupported, match="ignored labels"):
@@ -304,3 +308,14 @@ def test_value_and_tangent_share_a_convolution_where_they_lie_side_by_side(layou
     assert all(torch.allclose(a, b, rtol=EXACT, atol=EXACT) for a, b in zip(*results, strict=True))
     assert torch.allclose(results[0][0], F.conv2d(p, W, draw(3), 2, 1), rtol=EXACT, atol=EXACT)
     assert torch.allclose(results[0][1], F.conv2d(t, W, None, 2, 1), rtol=EXACT, atol=EXACT)
+
+
+def test_a_view_may_be_written_into_once_nobody_else_can_see_it() -> None:
+    x = draw(3, 4).requires_grad_()
+    view = Jet(x * 1, x * 2).view(4, 3)  # the jet it was taken from is gone
+    view.mul_(view)
+    assert torch.equal(view.primal, (x * x).view(4, 3))
+    first, second = (Jet(x * 1, x * 2) * 1).chunk(2, 1)  # pieces of one that is gone see each other
+    with pytest.raises(Unsupported, match="view"):
+        first.mul_(2)
+    assert second.shape == (3, 2)

@@ -13,6 +13,7 @@ tangents (t = None) takes the same short cuts for plain gate gradients.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -57,14 +58,14 @@ class Jet(torch.Tensor):
     _p: Tensor
     _t: Tensor | None
     pending: Pending | None
-    aliased: bool
+    family: list[weakref.ref[Jet]]  # every jet that torch's rules let share memory with this one
 
     @staticmethod
     def __new__(cls, p: Tensor, t: Tensor | None = None, pending: Pending | None = None) -> Jet:
         self: Any = torch.Tensor._make_wrapper_subclass(
             cls, p.shape, strides=p.stride(), dtype=p.dtype, device=p.device
         )
-        self._p, self._t, self.pending, self.aliased = p, t, pending, False
+        self._p, self._t, self.pending, self.family = p, t, pending, []
         return self
 
     @property
@@ -134,12 +135,22 @@ def _out_of_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     return None, func, kwargs
 
 
+def share(a: Jet, b: Jet) -> None:
+    """Writing into one of the two would have to show in the other, and in all that share with either."""
+    if a.family is not b.family or not a.family:
+        family = [*(a.family or [weakref.ref(a)]), *(b.family or [weakref.ref(b)])]
+        for member in family:
+            jet = member()
+            if jet is not None:
+                jet.family = family
+
+
 def _rebind(target: Any, result: Any) -> Jet:
     if result is target:  # dropout in eval mode
         return result
     if not isinstance(target, Jet) or not isinstance(result, Jet) or target.shape != result.shape:
         raise Unsupported("an in-place operation that changes what is no jet, or its shape")
-    if target.aliased:
+    if any(other() is not None and other() is not target for other in target.family):
         raise Unsupported("an in-place operation on a view")
     target._p, target._t, target.pending = result._p, result._t, result.pending
     return target

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sosp.jets.convolution import FrozenConv, conv_plan
-from sosp.jets.jet import RULES, Gate, Jet, Pending, Rule, Unsupported, finish, settle, value
+from sosp.jets.jet import RULES, Gate, Jet, Pending, Rule, Unsupported, finish, settle, share, value
 from sosp.jets.norms import batch_norm, group_norm, layer_norm
 from sosp.jets.trust import require_trust
 
@@ -62,7 +62,7 @@ def _alias(out: Any, jets: list[Jet]) -> Any:
         if isinstance(o, Jet):
             for j in jets:
                 if o._p.untyped_storage()._cdata == j._p.untyped_storage()._cdata:
-                    o.aliased = j.aliased = True
+                    share(o, j)
     return out
 
 
@@ -88,7 +88,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = _linear(T.reshape, args, kwargs)
     source = args[0] if args else kwargs.get("input")
     if isinstance(out, Jet) and isinstance(source, Jet) and out is not source:
-        out.aliased = source.aliased = True
+        share(out, source)
     return out
 
 
