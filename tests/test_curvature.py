@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -401,3 +402,29 @@ def test_networks_in_half_precision_are_summed_in_single() -> None:
     exact = sosp.score(case("conv-bn").model, (c.inputs, c.targets), method="sosp-i")
     # bfloat16 holds 8 bits: a few parts in a hundred after two convolutions.
     assert off(i.pairs.double(), exact.pairs) < 0.1
+
+
+def test_channels_without_a_gate_stand_still() -> None:
+    c = case("conv-bn")
+    found = sosp.find_structures(c.model, c.inputs[:2])
+    ids = [torch.where(i == 1, -1, torch.where(i > 1, i - 1, i)) for i in found.ids]  # channel 1 loses its gate
+    fewer = replace(found, ids=tuple(ids))
+    thetas = [t for s, t in enumerate(theta.thetas(c.model, c.layers, "features")) if s != 1]
+    h = sosp.score(c.model, (c.inputs, c.targets), structures=fewer)
+    i = sosp.score(c.model, (c.inputs, c.targets), method="sosp-i", structures=fewer)
+    assert len(fewer) == len(thetas) == len(found) - 1
+    assert off(h.first, dense.first(c.model, thetas, c.inputs, c.targets, "cross_entropy")) < EXACT
+    assert off(h.second, dense.second(c.model, thetas, c.inputs, c.targets, "cross_entropy")) < EXACT
+    assert off(i.pairs, gauss_newton.pairs(c.model, thetas, c.inputs, c.targets, "cross_entropy")) < EXACT
+
+
+@pytest.mark.filterwarnings("ignore::sosp.SlowPathWarning")
+def test_single_weights_lose_no_tangent_in_torchscript(images: tuple[Tensor, Tensor]) -> None:
+    scripted, plain = small(scripted_module()), small(Silu())
+    x, y = images
+    seconds = []
+    for model in (scripted, plain):
+        found = sosp.find_structures(model, x[:2], kind="weights")
+        seconds.append(sosp.score(model, (x, y), structures=found).second)
+    assert seconds[1] is not None
+    assert off(seconds[0], seconds[1]) < EXACT

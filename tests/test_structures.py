@@ -664,4 +664,6 @@ def test_looking_at_a_spectral_norm_in_train_mode_changes_nothing() -> None:
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5)), nn.ReLU(), nn.Linear(5, 3)).train()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     assert len(sosp.find_structures(model, torch.randn(2, 4))) == 5
+    with pytest.raises(StructureError, match="computed from other parameters"):
+        sosp.find_structures(model, torch.randn(2, 4), kind="weights")
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

@@ -28,6 +28,7 @@ from sosp.passes import (
     losses_of,
     open_gates,
     plain_gates,
+    refuse_constant,
     refuse_dead_ends,
     wide,
 )
@@ -139,19 +140,19 @@ def checked_against(way: Way, judge: Way) -> Way:
     """
     seen: list[bool] = []
 
-    def run(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:
+    def run(problem: Problem, chunk: Chunk, *direction: Tensor) -> Sums:
         if not seen:
             few = chunk.rows(0, min(2, chunk.size))
             try:
-                wanted = judge(problem, few, d)[1]
+                wanted = judge(problem, few, *direction)[1]
             except OUT_OF_REACH:
                 wanted = None
             if wanted is not None:
-                found = way(problem, few, d)[1]
+                found = way(problem, few, *direction)[1]
                 if (found - wanted).norm() > 1e-3 * wanted.norm() + 1e-30:
                     raise jets.Unsupported("forward and reverse mode disagree")
             seen.append(True)
-        return way(problem, chunk, d)
+        return way(problem, chunk, *direction)
 
     return run
 
@@ -174,7 +175,7 @@ TWICE = "An operation lacks second derivatives; 'first-order' and 'sosp-i' need 
 def weight_terms(problem: Problem, second_order: bool) -> Terms:
     """``theta_i dL/dtheta_i`` and ``theta_i (H theta)_i`` for every single weight i."""
     ways = {
-        "forward over reverse": _weights_forward_over_reverse,
+        "forward over reverse": checked_against(_weights_forward_over_reverse, _weights_double_backward),
         "double backward": _weights_double_backward,
     }
     step = first_that_works(ways, TWICE) if second_order else first_that_works({"autograd": _weights_gradient})
@@ -192,7 +193,9 @@ def _loss_at(problem: Problem, chunk: Chunk) -> Callable[[dict[str, Tensor]], Te
 
     def loss(weights: dict[str, Tensor]) -> Tensor:
         outputs = chunk.run(lambda *args, **named: functional_call(problem.model, weights, args, named))
-        return per_example(problem.loss, outputs, chunk).sum()
+        losses = per_example(problem.loss, outputs, chunk)
+        refuse_constant(losses)
+        return losses.sum()
 
     return loss
 

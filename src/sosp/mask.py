@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sosp.errors import StructureError, nearest
 from sosp.gates import along, install
 from sosp.records import Layer, Structures
-from sosp.structures import find_structures, layer_type
+from sosp.structures import find_structures, width_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,15 +106,12 @@ def masked(model: nn.Module, mask: Mask) -> nn.Module:
     for name in (*mask.removed, *norms):
         if name not in known:
             raise StructureError(f"the mask names {name!r}, which this model does not have.{nearest(name, known)}")
-    twin = copy.deepcopy(model)
-    if mask.kind == "weights":
-        for layer in (x for x in mask.layers if x.name in mask.removed):
-            _check_size(layer, twin.get_parameter(layer.name).numel(), "weights")
-        return _with_zero_weights(twin, mask)
     layers = [layer for layer in mask.layers if layer.name in mask.removed]
     for layer in layers:
-        # A norm keeps its own hook, so one mask can be put on top of another.
-        _check_width(twin, layer)
+        _check_width(model, layer, mask.kind)
+    twin = copy.deepcopy(model)
+    if mask.kind == "weights":
+        return _with_zero_weights(twin, mask)
     install(twin, layers, "features", Zero([(layer.axis, _gone(layer, mask)) for layer in layers]))
     return twin
 
@@ -125,17 +122,13 @@ def _gone(layer: Layer, mask: Mask) -> Tensor:
     return gone
 
 
-def _check_size(layer: Layer, found: int, what: str) -> None:
+def _check_width(model: nn.Module, layer: Layer, kind: str) -> None:
+    found = width_of(model, layer.name, kind)
     if found != layer.channels:
+        what = "weights" if kind == "weights" else "channels"
         raise StructureError(
             f"the mask was made for a {layer.name!r} with {layer.channels} {what}; this one has {found}."
         )
-
-
-def _check_width(model: nn.Module, layer: Layer) -> None:
-    module = model.get_submodule(layer.name)
-    kind = layer_type(module)
-    _check_size(layer, kind.channels(module) if kind else layer.channels, "channels")
 
 
 class Zero:

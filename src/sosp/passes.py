@@ -158,8 +158,8 @@ def jet_gates(problem: Problem, gates: Gates) -> Iterator[None]:
     """Run the network on jets, which start at its first gate."""
     layers = problem.structures.layers
     values = problem.structures.spread(gates.values)
-    # A channel without a gate has the value 1 and must not move: its tangent is a constant that nobody asks for.
-    tangents = None if gates.direction is None else problem.structures.spread(gates.direction)
+    # A channel without a gate stands still.
+    tangents = None if gates.direction is None else problem.structures.spread(gates.direction, otherwise=0.0)
 
     def apply(i: int, output: Any) -> Any:
         moving = tangents[i] if tangents is not None and gates.moving[i] else None
@@ -195,14 +195,14 @@ def doubled(chunk: Chunk) -> tuple[Chunk, float]:
 
 def losses_of(problem: Problem, chunk: Chunk) -> Any:
     """One loss per example, (N,)."""
-    losses = per_example(problem.loss, chunk.run(problem.model), chunk)
+    losses = ungated_losses(problem, chunk)
     refuse_constant(jets.value(losses))
     return losses
 
 
-def losses_without_gates(problem: Problem, chunk: Chunk) -> None:
-    """Run the network as it is."""
-    per_example(problem.loss, chunk.run(problem.model), chunk)
+def ungated_losses(problem: Problem, chunk: Chunk) -> Any:
+    """The same of the network as it is, which need not depend on anything."""
+    return per_example(problem.loss, chunk.run(problem.model), chunk)
 
 
 def refuse_constant(output: Tensor) -> None:
@@ -261,7 +261,7 @@ def first_that_works(ways: Mapping[str, Way], advice: str = "") -> Way:
                 raise
             except OUT_OF_REACH as error:
                 if not told:
-                    losses_without_gates(*args[:2])  # a mistake of the model or the loss shows itself here
+                    ungated_losses(*args[:2])  # a mistake of the model or the loss shows itself here
                 told.append(f"{names[0]}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
                 if len(names) == 1:
                     tried = "; ".join(told)

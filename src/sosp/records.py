@@ -77,10 +77,10 @@ class Structures:
         found = {layer.name: picked[ids].nonzero().flatten() for layer, ids in zip(self.layers, self.ids, strict=True)}
         return {name: channels for name, channels in found.items() if len(channels)}
 
-    def spread(self, values: Tensor) -> list[Tensor]:
-        """One (..., channels) tensor per layer from (..., S): every channel takes its structure's value, or 1."""
+    def spread(self, values: Tensor, otherwise: float = 1.0) -> list[Tensor]:
+        """One (..., channels) tensor per layer from (..., S): every channel takes its structure's value."""
         if not self.plain:
-            none = values.new_ones(*values.shape[:-1], 1)
+            none = values.new_full((*values.shape[:-1], 1), otherwise)
             index = torch.cat(self.ids).to(values.device) % (self.count + 1)  # -1 picks the one at the end
             values = torch.cat([values, none], -1).index_select(-1, index)
         return list(values.split([layer.channels for layer in self.layers], -1))

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sosp.errors import ArgumentError, StructureError, nearest, one_of
-from sosp.preserve import borrowed
-from sosp.records import INPUT, Layer, Structures
+from sosp.records import Layer, Structures
 from sosp.wiring import Trace, trace
 
 KINDS = ("filters", "blocks", "weights")
@@ -67,6 +66,15 @@ def layer_type(module: nn.Module) -> LayerType | None:
     return None
 
 
+def width_of(model: nn.Module, name: str, kind: str) -> int | None:
+    """The channels of the layer (for kind "weights", the elements of the parameter) of that name, if it is one."""
+    if kind == "weights":
+        return model.get_parameter(name).numel()
+    module = model.get_submodule(name)
+    found = layer_type(module)
+    return found.channels(module) if found else None
+
+
 def find_structures(
     model: nn.Module,
     example: Any,
@@ -109,8 +117,7 @@ def find_structures(
             + f". Supported layers: {', '.join(t if isinstance(t, str) else t.__name__ for t in LAYERS)}."
         )
     _refuse_shared(model, left)
-    with borrowed(model):  # a weight that is computed (spectral norm) may change the model when looked at
-        layers = {name: _layer(model, seen, name) for name in left}
+    layers = {name: _layer(model, seen, name) for name in left}
     if kind == "blocks":
         return _blocks(layers, seen, gate)
     ids = _group_ids(layers, [] if isinstance(groups, str) else groups)
@@ -133,13 +140,12 @@ def _layer(model: nn.Module, seen: Trace, name: str) -> Layer:
     assert kind is not None
     channels = kind.channels(module)
     call = seen.calls[name]
-    weights = module.weight.numel() / channels
+    weights = call.weights / channels
     positions = sum(kind.positions(x, y) for x, y in call.shapes) / seen.examples
-    bias = 0 if getattr(module, "bias", None) is None else 1
     # A norm's channels are on axis 1: behind a linear layer over tokens it normalises the tokens.
     norms = call.norms if all(kind.axis % y.dim() == 1 for _, y in call.shapes) else ()
     return Layer(
-        name, channels, kind.axis, norms, kind.kernel(module), weights + bias, weights * positions,
+        name, channels, kind.axis, norms, kind.kernel(module), weights + call.biased, weights * positions,
         kind.depthwise(module),
     )  # fmt: skip
 
@@ -294,6 +300,3 @@ def _weights(model: nn.Module, seen: Trace, excluded: set[str]) -> Structures:
         ids.append(torch.arange(start, start + layer.channels))
         start += layer.channels
     return Structures("weights", "weights", tuple(layers), tuple(ids), seen.wiring, seen.footprint)
-
-
-__all__ = ["INPUT", "LAYERS", "LayerType", "downsampling", "find_structures", "layer_type"]

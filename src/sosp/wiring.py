@@ -28,6 +28,8 @@ class Call:
 
     shapes: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # input and output, on the meta device
     norms: tuple[str, ...] = ()
+    weights: int = 0
+    biased: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,12 @@ class Recorder:
         self.bytes = 0
 
     def layer(self, name: str, tag: Tensor) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        def hook(module: Any, args: tuple[Any, ...], output: Any) -> Any:
             if not isinstance(output, Tensor) or not output.is_floating_point():
                 return None
             call = self.calls.setdefault(name, Call())
+            # Read here, in eval mode: looking at a computed weight (spectral norm) may change the model otherwise.
+            call.weights, call.biased = module.weight.numel(), getattr(module, "bias", None) is not None
             given = args[0] if args and isinstance(args[0], Tensor) else output
             call.shapes.append((given.detach().to("meta"), output.detach().to("meta")))
             marked = output * tag.to(output.dtype)

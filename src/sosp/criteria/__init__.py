@@ -18,7 +18,7 @@ from sosp.losses import check as check_loss
 from sosp.passes import Problem, Terms
 from sosp.preserve import borrowed
 from sosp.records import OBJECTIVES, Saliency, Structures
-from sosp.structures import find_structures, layer_type
+from sosp.structures import find_structures, width_of
 
 Criterion = Callable[[Problem, Options], Terms | Tensor]
 
@@ -88,9 +88,7 @@ def _check_model(model: nn.Module, structures: Structures) -> None:
         for name in (layer.name, *layer.norms):
             if name not in names:
                 raise ArgumentError(f"the structures name {name!r}, which this model does not have. {again}")
-        found: Any = names[layer.name]
-        kind = None if structures.kind == "weights" else layer_type(found)
-        width = found.numel() if structures.kind == "weights" else kind.channels(found) if kind else None
+        width = width_of(model, layer.name, structures.kind)
         if width != layer.channels:
             raise ArgumentError(
                 f"the structures have {layer.channels} channels in {layer.name!r}, this model {width}. {again}"

@@ -79,7 +79,7 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view, or a copy where the faster memory layout does not allow one; either way writing into it is refused."""
+    """A view, or a copy where the faster memory layout does not allow one; either way the two count as sharing."""
     try:
         out = _linear(func, args, kwargs)
     except RuntimeError:
