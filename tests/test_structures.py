@@ -15,7 +15,7 @@ from cases import Case, case, names
 from oracles import counts, dense
 from oracles.theta import thetas, width
 from sosp.errors import StructureError
-from sosp.structures import LAYERS, layer_type
+from sosp.layers import LAYERS, layer_type
 
 PARALLEL = {"residual", "preact", "concat", "attention", "layernorm"}
 

@@ -13,6 +13,7 @@ from sosp.passes import SlowPathWarning
 from sosp.records import Layer, Saliency, Structures
 from sosp.selection import select
 from sosp.structures import downsampling, find_structures
+from sosp.surgery import shrink
 
 __version__ = "0.1.0"
 

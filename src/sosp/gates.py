@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sosp.records import Layer
+from sosp.scatter import Scatter
 
 Apply = Callable[[int, Any], Any]  # (index of the layer, its output) -> the gated output
 
@@ -23,6 +24,16 @@ class GateHook:
         return self.apply(self.index, output)
 
 
+class InputHook:
+    """A GateHook on what a module is given."""
+
+    def __init__(self, hook: GateHook) -> None:
+        self.hook = hook
+
+    def __call__(self, module: nn.Module, args: Any) -> Any:
+        return (self.hook(module, (), args[0]), *args[1:])
+
+
 def install(model: nn.Module, layers: Sequence[Layer], gate: str, apply: Apply) -> list[Any]:
     """Hook ``apply`` onto the outputs of ``layers``, or of their own norms; returns the handles that undo it."""
     places = [
@@ -30,7 +41,15 @@ def install(model: nn.Module, layers: Sequence[Layer], gate: str, apply: Apply) 
         for i, layer in enumerate(layers)
         for name in (layer.norms if gate == "features" else ()) or (layer.name,)
     ]
-    return [module.register_forward_hook(GateHook(apply, i)) for i, module in places]
+    return [hook_output(module, GateHook(apply, i)) for i, module in places]
+
+
+def hook_output(module: nn.Module, hook: GateHook) -> Any:
+    """Hook what the module computes: in a shrunk network, before its channels are scattered to their places."""
+    scatter = module._modules.get("scatter")
+    if isinstance(scatter, Scatter):
+        return scatter.register_forward_pre_hook(InputHook(hook))
+    return module.register_forward_hook(hook)
 
 
 @contextmanager

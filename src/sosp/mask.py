@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from typing import Any, SupportsIndex
 
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from sosp.errors import StructureError, nearest
-from sosp.gates import along, install
+from sosp.gates import GateHook, along, hook_output, install
+from sosp.layers import width_of
 from sosp.records import Layer, Structures
-from sosp.structures import find_structures, width_of
+from sosp.structures import find_structures
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +23,9 @@ class Mask:
     """The channels to remove, layer by layer; what it means does not depend on how it was chosen.
 
     A removed channel's feature map is zero after the layer's own normalisation (a batch norm that sees its output
-    and nothing else), or right at the layer's output where it has none. For kind "weights", single weights are zero.
+    and nothing else), or right at the layer's output where it has none. Where it reaches further norms of single
+    channels (through a concatenation, an add of removed channels only, a depthwise convolution without bias) it is
+    zero behind them as well: their shift goes with it. For kind "weights", single weights are zero.
     """
 
     kind: str  # "filters" or "weights"
@@ -30,6 +33,7 @@ class Mask:
     removed: dict[str, Tensor]  # layer (or parameter) name -> sorted indices; layers that lose nothing are left out
     structures: int  # how many structures there were to choose from
     chosen: int  # how many of them are removed
+    norms: dict[str, Tensor] = field(default_factory=dict)  # norms further on that see nothing but zeros: channels
 
     @classmethod
     def from_removed(
@@ -41,14 +45,14 @@ class Mask:
         clean = {name: _indices(layers, name, channels) for name, channels in removed.items()}
         clean = {name: clean[name] for name in layers if name in clean and len(clean[name])}
         kind = "weights" if kind == "weights" else "filters"
-        return cls(kind, found.layers, clean, len(found), sum(map(len, clean.values())))
+        return cls(kind, found.layers, clean, len(found), sum(map(len, clean.values())), _norms(found, clean))
 
     @classmethod
     def from_structures(cls, structures: Structures, chosen: Tensor) -> Mask:
         """The mask that removes these structures (their numbers)."""
         kind = "weights" if structures.kind == "weights" else "filters"
         removed = structures.channels_of(chosen)
-        return cls(kind, structures.layers, removed, len(structures), len(chosen))
+        return cls(kind, structures.layers, removed, len(structures), len(chosen), _norms(structures, removed))
 
     @property
     def ratio(self) -> float:
@@ -80,6 +84,13 @@ class Mask:
         return "\n".join(lines)
 
 
+def _norms(structures: Structures, removed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Norms further on, and the channels in which they see nothing but zeros."""
+    if structures.flow is None or structures.kind == "weights":
+        return {}
+    return structures.flow.dead_norms(removed, {layer.name: layer.norms for layer in structures.layers})
+
+
 def _indices(layers: Mapping[str, Layer], name: str, channels: Iterable[int]) -> Tensor:
     if name not in layers:
         raise StructureError(
@@ -102,7 +113,7 @@ def _indices(layers: Mapping[str, Layer], name: str, channels: Iterable[int]) ->
 def masked(model: nn.Module, mask: Mask) -> nn.Module:
     """A copy of ``model`` with the mask's feature maps forced to zero; same class, trains and evaluates."""
     known = dict(model.named_parameters() if mask.kind == "weights" else model.named_modules())
-    norms = [n for layer in mask.layers if layer.name in mask.removed for n in layer.norms]
+    norms = [n for layer in mask.layers if layer.name in mask.removed for n in layer.norms] + [*mask.norms]
     for name in (*mask.removed, *norms):
         if name not in known:
             raise StructureError(f"the mask names {name!r}, which this model does not have.{nearest(name, known)}")
@@ -112,14 +123,10 @@ def masked(model: nn.Module, mask: Mask) -> nn.Module:
     twin = copy.deepcopy(model)
     if mask.kind == "weights":
         return _with_zero_weights(twin, mask)
-    install(twin, layers, "features", Zero([(layer.axis, _gone(layer, mask)) for layer in layers]))
+    install(twin, layers, "features", Zero([(layer.axis, mask.removed[layer.name]) for layer in layers]))
+    for name, channels in mask.norms.items():
+        hook_output(twin.get_submodule(name), GateHook(Zero([(1, channels)]), 0))
     return twin
-
-
-def _gone(layer: Layer, mask: Mask) -> Tensor:
-    gone = torch.zeros(layer.channels, dtype=torch.bool)
-    gone[mask.removed[layer.name]] = True
-    return gone
 
 
 def _check_width(model: nn.Module, layer: Layer, kind: str) -> None:
@@ -138,8 +145,10 @@ class Zero:
         self.gone = gone
 
     def __call__(self, i: int, output: Tensor) -> Tensor:
-        axis, gone = self.gone[i]
-        return output.masked_fill(along(gone.to(output.device), output.dim(), axis), 0)
+        axis, channels = self.gone[i]
+        gone = torch.zeros(output.shape[axis], dtype=torch.bool, device=output.device)
+        gone[channels.to(output.device)] = True
+        return output.masked_fill(along(gone, output.dim(), axis), 0)
 
 
 class ZeroWeights:

@@ -28,8 +28,8 @@ def borrowed(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         # Flash and memory-efficient attention have neither forward-mode nor double-backward rules.
         stack.enter_context(sdpa_kernel([SDPBackend.MATH]))
-        stack.enter_context(_layer_by_layer())
-        stack.enter_context(_same_random_numbers())
+        stack.enter_context(layer_by_layer())
+        stack.enter_context(same_random_numbers())
         stack.enter_context(_same_attributes(model))
         stack.enter_context(_same_buffers(model))
         stack.enter_context(_same_wishes(model))
@@ -43,7 +43,7 @@ def borrowed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _layer_by_layer() -> Iterator[None]:
+def layer_by_layer() -> Iterator[None]:
     """Torch's own transformer would run fused, past the layers with gates inside, or on packed sentences."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -54,7 +54,7 @@ def _layer_by_layer() -> Iterator[None]:
 
 
 @contextmanager
-def _same_random_numbers() -> Iterator[None]:
+def same_random_numbers() -> Iterator[None]:
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     try:

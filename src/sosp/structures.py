@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from math import prod
 from operator import index
 from typing import Any
 
@@ -13,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from sosp.errors import ArgumentError, StructureError, nearest, one_of
+from sosp.flow import Flow
+from sosp.flow import trace as trace_flow
+from sosp.layers import LAYERS, layer_type
 from sosp.records import Layer, Structures
 from sosp.wiring import Trace, trace
 
@@ -20,59 +21,6 @@ KINDS = ("filters", "blocks", "weights")
 GATES = ("features", "weights")
 Group = Mapping[str, Sequence[int]] | Sequence[str]  # one structure, or channel-wise ties of whole layers
 Exclude = Iterable[str | nn.Module]
-
-
-@dataclass(frozen=True)
-class LayerType:
-    """How a type of layer lays out its channels."""
-
-    axis: int  # of the channels in the output
-    channels: Callable[[Any], int]
-    kernel: Callable[[Any], float] = lambda m: 1.0
-    positions: Callable[[Tensor, Tensor], float] = lambda x, y: y.numel() / y.shape[-1]  # from input and output
-    depthwise: Callable[[Any], bool] = lambda m: False
-
-
-def _edge(m: Any) -> float:
-    return prod(m.kernel_size) ** (1 / len(m.kernel_size))
-
-
-def _depthwise(m: Any) -> bool:
-    return m.groups == m.in_channels == m.out_channels and m.groups > 1
-
-
-# Every position of the output (of the input, for transposed convolutions) applies the filter once.
-CONV = LayerType(1, lambda m: m.out_channels, _edge, lambda x, y: y.numel() / y.shape[1], _depthwise)
-TRANSPOSED = LayerType(1, lambda m: m.out_channels, _edge, lambda x, y: x.numel() / x.shape[1], _depthwise)
-
-LAYERS: dict[type[nn.Module] | str, LayerType] = {
-    nn.Conv1d: CONV,
-    nn.Conv2d: CONV,
-    nn.Conv3d: CONV,
-    nn.ConvTranspose1d: TRANSPOSED,
-    nn.ConvTranspose2d: TRANSPOSED,
-    nn.ConvTranspose3d: TRANSPOSED,
-    nn.Linear: LayerType(-1, lambda m: m.out_features),
-    "transformers.pytorch_utils.Conv1D": LayerType(-1, lambda m: m.nf),
-}
-
-
-def layer_type(module: nn.Module) -> LayerType | None:
-    """The entry of ``LAYERS`` for this module, also for subclasses and classes known by name only."""
-    for cls in type(module).__mro__:
-        found = LAYERS.get(cls) or LAYERS.get(f"{cls.__module__}.{cls.__qualname__}")
-        if found:
-            return found
-    return None
-
-
-def width_of(model: nn.Module, name: str, kind: str) -> int | None:
-    """The channels of the layer (for kind "weights", the elements of the parameter) of that name, if it is one."""
-    if kind == "weights":
-        return model.get_parameter(name).numel()
-    module = model.get_submodule(name)
-    found = layer_type(module)
-    return found.channels(module) if found else None
 
 
 def find_structures(
@@ -118,10 +66,19 @@ def find_structures(
         )
     _refuse_shared(model, left)
     layers = {name: _layer(model, seen, name) for name in left}
+    flow = _flow(model, example)
     if kind == "blocks":
-        return _blocks(layers, seen, gate)
+        return _blocks(layers, seen, gate, flow)
     ids = _group_ids(layers, [] if isinstance(groups, str) else groups)
-    return Structures("filters", gate, tuple(layers.values()), ids, seen.wiring, seen.footprint)
+    return Structures("filters", gate, tuple(layers.values()), ids, seen.wiring, seen.footprint, flow)
+
+
+def _flow(model: nn.Module, example: Any) -> Flow | None:
+    """The channel flow, where it can be followed: scoring does without."""
+    try:
+        return trace_flow(model, example)
+    except StructureError:
+        return None
 
 
 def downsampling(model: nn.Module) -> tuple[str, ...]:
@@ -264,7 +221,7 @@ def _whole(name: str, channel: Any) -> int:
         raise ArgumentError(f"groups name channel {channel!r} of {name!r}; channels are whole numbers.") from None
 
 
-def _blocks(layers: dict[str, Layer], seen: Trace, gate: str) -> Structures:
+def _blocks(layers: dict[str, Layer], seen: Trace, gate: str, flow: Flow | None) -> Structures:
     """One structure per branch: all channels of the layers it ends in."""
     ends = [e for e in seen.branches if all(n in layers for n in e)]
     if not ends:
@@ -276,7 +233,7 @@ def _blocks(layers: dict[str, Layer], seen: Trace, gate: str) -> Structures:
     kept = {n: layer for n, layer in layers.items() if n in block}
     numbers = {old: new for new, old in enumerate(dict.fromkeys(block[n] for n in kept))}
     ids = tuple(torch.full((layer.channels,), numbers[block[n]]) for n, layer in kept.items())
-    return Structures("blocks", gate, tuple(kept.values()), ids, seen.wiring, seen.footprint)
+    return Structures("blocks", gate, tuple(kept.values()), ids, seen.wiring, seen.footprint, flow)
 
 
 def _weights(model: nn.Module, seen: Trace, excluded: set[str]) -> Structures:

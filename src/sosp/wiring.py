@@ -12,13 +12,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from sosp.data import call, copies
 from sosp.errors import DataError, DifferentiationError, StructureError
+from sosp.layers import is_norm
 from sosp.preserve import borrowed
 from sosp.records import INPUT, OUTPUT
 
-# Normalisations that treat every channel by itself, so that they belong to the layer they follow. LayerNorm and
-# GroupNorm mix channels: a channel in front of them is removed in front of them.
-NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
-NORM_NAMES = frozenset({"FrozenBatchNorm2d"})
 JOINS = frozenset({"AddBackward0", "CatBackward0", "SubBackward0"})
 
 
@@ -44,11 +41,6 @@ class Trace:
     branches: tuple[tuple[str, ...], ...]  # for every parallel branch, the layers it ends in
     examples: int  # in the forward pass
     footprint: int  # bytes of activations per example
-
-
-def is_norm(module: nn.Module) -> bool:
-    """A normalisation that may belong to the layer in front of it."""
-    return isinstance(module, NORMS) or any(c.__name__ in NORM_NAMES for c in type(module).__mro__)
 
 
 class Recorder:

@@ -13,12 +13,13 @@ from sosp.criteria import sosp
 from sosp.criteria.options import Options
 from sosp.data import read
 from sosp.errors import ArgumentError, DataError, one_of
+from sosp.layers import width_of
 from sosp.losses import LossLike
 from sosp.losses import check as check_loss
 from sosp.passes import Problem, Terms
 from sosp.preserve import borrowed
 from sosp.records import OBJECTIVES, Saliency, Structures
-from sosp.structures import find_structures, width_of
+from sosp.structures import find_structures
 
 Criterion = Callable[[Problem, Options], Terms | Tensor]
 

@@ -1,0 +1,181 @@
+"""The channel-flow graph: which channels exist, which of them share a place, and when one is zero.
+
+Every channel that an op or a layer gives out is a *value* with a number. Values that must stand at the same place
+of the same axis (the two sides of an add, a norm's input and its scale) are joined in a *class*; a class is kept or
+dropped as a whole. Whether a value is zero follows from the mask, value by value, in the order of the network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sosp.flow.labels import OPAQUE, ZERO, Labels
+
+Ids = np.ndarray  # of int64
+
+
+@dataclass(frozen=True)
+class Combine:
+    """Values computed place by place from others: zero where a killing operand is, or where all operands are."""
+
+    out: Ids  # (n,)
+    operands: tuple[Ids, ...]  # (n, m) each; an operand is zero where all its m values are
+    kills: tuple[bool, ...]
+    all: bool
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One call of a layer or a norm: its output may be zeroed, narrowed and scattered, channel by channel."""
+
+    module: str
+    axis: int
+    given: Ids  # (n,) what it computed
+    out: Ids  # (m,) what leaves it
+    index: Ids  # (m,) the place in ``given`` each one comes from, -1 for a zero: 0..n-1 unless it scatters already
+    through: Ids | None  # (n,) the input of a norm of single channels: what is zero before it is zero behind it
+
+    @property
+    def into(self) -> Ids:
+        """(m,) the value each one comes from."""
+        return np.where(self.index >= 0, self.given[self.index], ZERO)
+
+    def forced(self, removed: np.ndarray | None, zero: np.ndarray) -> np.ndarray:
+        """(m,) what is set to zero here, whatever was computed."""
+        gone = np.zeros(len(self.given) + 1, dtype=bool)
+        gone[-1] = True  # index -1
+        if removed is not None:
+            gone[:-1] |= removed
+        if self.through is not None:
+            gone[:-1] |= zero[self.through]
+        return gone[self.index]
+
+
+@dataclass
+class Slices:
+    """A parameter or buffer whose axis follows the channels."""
+
+    name: str
+    axis: int
+    ids: Ids
+
+
+@dataclass
+class Dense:
+    """A weight that mixes channels: a convolution, a linear layer."""
+
+    weight: str
+    module: str  # the layer it belongs to; "" if it is used by hand
+    bias: str | None
+    out_axis: int  # of the weight
+    in_axis: int
+    groups: int
+    transposed: bool
+    out: Ids  # (n_out,)
+    into: list[Ids] = field(default_factory=list)  # (n_in,) per call
+    positions: dict[str, float] = field(default_factory=dict)  # mode -> how often a filter is applied to one example
+    kernel: int = 1  # elements of the weight per pair of channels
+    narrow: bool = True  # the weight is a parameter of its own, not computed from others
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Channels that must all stay, and the line of code that says so."""
+
+    ids: Ids
+    op: str
+    where: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One op of the forward pass: what it was given and what came out."""
+
+    name: str
+    given: tuple[Labels | None, ...]
+    out: tuple[Labels | None, ...]
+    shapes: tuple[tuple[int, ...], ...]  # of the outputs
+    spec: Any  # how the outputs hang together: a tensor, a tuple of them
+    dtypes: tuple[Any, ...]
+    moves: bool  # it only rearranges elements
+    where: str
+    module: str
+
+
+@dataclass
+class Graph:
+    """Everything seen of a network's channels."""
+
+    count: int = 2  # values; OPAQUE and ZERO are there from the start
+    parametric: bytearray = field(default_factory=lambda: bytearray(2))  # per value: it is a parameter, never zero
+    ties: list[tuple[Ids, Ids]] = field(default_factory=list)
+    steps: list[Combine | Cut] = field(default_factory=list)
+    slices: dict[str, Slices] = field(default_factory=dict)
+    dense: dict[str, Dense] = field(default_factory=dict)
+    pins: list[Pin] = field(default_factory=list)
+    records: dict[str, list[Record]] = field(default_factory=dict)  # mode -> ops in order
+    boxes: list[Labels] = field(default_factory=list)  # labels along several axes: what stays must be a box
+    calls: dict[str, list[Cut]] = field(default_factory=dict)  # module -> its cuts
+    reads: list[tuple[str, str, Ids]] = field(default_factory=list)  # (mode, module, labels) whose sizes were read
+
+    def fresh(self, n: int, parametric: bool = False) -> Ids:
+        """``n`` new values."""
+        self.count += n
+        self.parametric.extend(bytes([parametric]) * n)
+        return np.arange(self.count - n, self.count)
+
+    def tie(self, a: Ids, b: Ids) -> None:
+        """These share a place."""
+        a, b = np.broadcast_arrays(a, b)
+        if not np.array_equal(a, b):
+            self.ties.append((a.reshape(-1), b.reshape(-1)))
+
+    def is_parametric(self, ids: Ids) -> bool:
+        """All of these are elements of parameters."""
+        return bool(np.frombuffer(self.parametric, dtype=np.uint8)[ids].all())
+
+    def classes(self, extra: list[tuple[Ids, Ids]] | None = None) -> Ids:
+        """(values,) the class of each value: the smallest value tied to it."""
+        pairs = [*self.ties, *(extra or [])]
+        if not pairs:
+            return np.arange(self.count)
+        a = np.concatenate([p[0] for p in pairs])
+        b = np.concatenate([p[1] for p in pairs])
+        return components(self.count, a, b)
+
+    def zeros(self, removed: dict[str, np.ndarray]) -> np.ndarray:
+        """(values,) which are identically zero when ``removed[module]`` (n,) of its output is set to zero."""
+        zero = np.zeros(self.count, dtype=bool)
+        zero[ZERO] = True
+        for step in self.steps:
+            if isinstance(step, Cut):
+                zero[step.out] = zero[step.into] | step.forced(removed.get(step.module), zero)
+                continue
+            parts = [zero[x].all(axis=1) for x in step.operands]
+            gone = np.logical_and.reduce(parts) if step.all else np.zeros(len(step.out), dtype=bool)
+            for part, kills in zip(parts, step.kills, strict=True):
+                if kills:
+                    gone = gone | part
+            zero[step.out] = gone
+        return zero
+
+
+def components(count: int, a: Ids, b: Ids) -> Ids:
+    """(count,) the smallest member of each node's connected component: pointers jump to the smallest neighbour."""
+    root = np.arange(count)
+    while True:
+        low = np.minimum(root[a], root[b])
+        before = root.copy()
+        np.minimum.at(root, root[a], low)
+        np.minimum.at(root, root[b], low)
+        while not np.array_equal(root[root], root):
+            root = root[root]
+        if np.array_equal(root, before):
+            return root
+
+
+__all__ = ["OPAQUE", "ZERO", "Combine", "Cut", "Dense", "Graph", "Ids", "Pin", "Record", "Slices", "components"]

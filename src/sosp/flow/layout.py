@@ -1,0 +1,112 @@
+"""Which channels a network keeps under a mask: the smallest layout in which everything that is needed has its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from sosp.flow.graph import Cut, Dense, Graph, Ids
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What stays: a class of values as a whole, in every tensor it stands in."""
+
+    counts: np.ndarray  # (values,) how often each value occurs: 0 or 1, more in a widened network
+    zero: np.ndarray  # (values,) which are identically zero
+    emptied: frozenset[str]  # weights of layers that nothing needs any more
+
+
+def solve(graph: Graph, classes: Ids, pinned: Ids, removed: Mapping[str, np.ndarray]) -> Layout:
+    """The layout when ``removed[module]`` (n,) of a module's output channels are set to zero."""
+    zero = graph.zeros(dict(removed))
+    work = Needs(graph, classes, zero)
+    work.need(np.array([0, 1]))
+    work.need(pinned)
+    work.settle()
+    emptied = frozenset(d.weight for d in graph.dense.values() if d.narrow and not work.kept[classes[d.out]].any())
+    work.emptied = emptied
+    while work.fill():
+        work.settle()
+    return Layout(work.kept[classes].astype(np.int64), zero, emptied)
+
+
+class Needs:
+    """Grow the set of kept classes until every rule holds; it only grows, so the order does not matter."""
+
+    def __init__(self, graph: Graph, classes: Ids, zero: np.ndarray) -> None:
+        self.graph, self.classes, self.zero = graph, classes, zero
+        self.kept = np.zeros(graph.count, dtype=bool)  # at the class's smallest member
+        self.emptied: frozenset[str] = frozenset()
+        self.cuts = [s for s in reversed(graph.steps) if isinstance(s, Cut)]
+        self.dense = list(reversed(graph.dense.values()))
+        self.tensors = list({id(x): x for r in graph.records.values() for op in r for x in op.out if x is not None}.values())
+
+    def need(self, ids: Ids) -> None:
+        self.kept[self.classes[ids]] = True
+
+    def has(self, ids: Ids) -> np.ndarray:
+        return self.kept[self.classes[ids]]
+
+    def settle(self) -> None:
+        before = -1
+        while (now := int(self.kept.sum())) != before:
+            before = now
+            for cut in self.cuts:
+                self.cut(cut)
+            for d in self.dense:
+                self.layer(d)
+            for box in self.graph.boxes:
+                self.box(box.core.numpy())
+
+    def cut(self, cut: Cut) -> None:
+        """What is kept behind it and not zero must be computed; what is computed and not zero goes on."""
+        live = ~self.zero[cut.out]
+        self.need(cut.into[self.has(cut.out) & live])
+        self.need(cut.out[self.has(cut.into) & live])
+
+    def layer(self, d: Dense) -> None:
+        rows = self.has(d.out).reshape(d.groups, -1)
+        if not rows.any() or d.weight in self.emptied or not d.into:
+            return
+        alive = rows.any(axis=1)
+        for into in d.into:
+            into = into.reshape(d.groups, -1)
+            self.need(into[alive][~self.zero[into[alive]]])
+        if d.groups == 1:
+            if not self.has(d.into[0]).any():
+                self.need(d.into[0][:1])
+        else:
+            self.groups(d.out.reshape(d.groups, -1), d.into[0].reshape(d.groups, -1))
+
+    def groups(self, out: Ids, into: Ids) -> None:
+        """Groups of a convolution have equal widths: fill up the shorter ones, also those that are only fed."""
+        present = self.has(out).any(axis=1) | self.has(into).any(axis=1)
+        for ids in (out, into):
+            kept = self.has(ids) & present[:, None]
+            target = max(1, int(kept.sum(axis=1).max(initial=0)))
+            for g in np.flatnonzero(present & (kept.sum(axis=1) < target)):
+                spare = ids[g][~kept[g]]
+                self.need(spare[: target - int(kept[g].sum())])
+
+    def box(self, core: np.ndarray) -> None:
+        """What stays of an array with several labelled axes must be a choice along each axis."""
+        kept = self.has(core)
+        if kept.all() or not kept.any():
+            return
+        whole = np.ones_like(kept)
+        for d in range(core.ndim):
+            others = tuple(q for q in range(core.ndim) if q != d)
+            whole &= kept.any(axis=others, keepdims=True)
+        self.need(core[whole])
+
+    def fill(self) -> bool:
+        """A tensor keeps at least one channel, even if nothing needs it: many ops refuse empty ones."""
+        before = int(self.kept.sum())
+        for x in self.tensors:
+            core = x.core.numpy()
+            if core.size and not self.has(core).any():
+                self.need(core.reshape(-1)[:1])
+        return int(self.kept.sum()) != before

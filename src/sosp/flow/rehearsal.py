@@ -1,0 +1,134 @@
+"""Try a smaller network out on the meta device: does every op of the user's code still do what it did?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from sosp.data import call
+from sosp.flow.graph import Graph, Record
+from sosp.flow.labels import OPAQUE, RESHAPES, Labels, compact, reshaped, settle
+from sosp.flow.tracer import COMPOSITE, name_of, unchecked
+from sosp.scatter import Scatter
+
+
+class Lost(Exception):
+    """The code took another way than it did for the whole network."""
+
+
+class Rehearsal(TorchFunctionMode):
+    """Runs beside the record of the whole network, op by op; notes where shapes or the order of channels differ."""
+
+    def __init__(self, records: list[Record], counts: np.ndarray, device: str) -> None:
+        super().__init__()
+        self.records, self.counts, self.device = records, counts, device
+        self.at = 0
+        self.failed: list[Record] = []
+        self.resting = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.resting:
+            return func(*args, **kwargs)
+        name = name_of(func)
+        if name in COMPOSITE:
+            with self, unchecked():
+                return func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            return self.instead(self.next(name, error))
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        if not outputs:
+            return result
+        record = self.next(name, None)
+        wanted = self.expected(record)
+        if wanted is None or [tuple(x.shape) for x in outputs] != [w.shape for w in wanted]:
+            return self.instead(record)
+        if record.moves and not self.same_order(func, name, args, kwargs, record, wanted):
+            return self.instead(record)
+        return result
+
+    def next(self, name: str, error: Exception | None) -> Record:
+        if self.at >= len(self.records) or self.records[self.at].name != name:
+            raise error or Lost(name)
+        self.at += 1
+        return self.records[self.at - 1]
+
+    def expected(self, record: Record) -> list[Labels] | None:
+        """The labels that should come out; None where they fill no box."""
+        found = []
+        for labels, shape in zip(record.out, record.shapes, strict=True):
+            kept = compact(labels, self.counts) if labels is not None else Labels(torch.zeros([1] * len(shape)), shape)
+            if kept is None:
+                return None
+            found.append(kept)
+        return found
+
+    def instead(self, record: Record) -> Any:
+        """Note the failure and go on with what should have come out."""
+        self.failed.append(record)
+        wanted = self.expected(record)
+        shapes = iter([w.shape for w in wanted] if wanted is not None else record.shapes)
+        fakes = [torch.zeros(next(shapes), dtype=t, device=self.device) if t else None for t in record.dtypes]
+        return tree_unflatten(fakes, record.spec)
+
+    def same_order(self, func: Any, name: str, args: Any, kwargs: Any, record: Record, wanted: list[Labels]) -> bool:
+        leaves, spec = tree_flatten((args, kwargs))
+        places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor)]
+        if any(not leaves[k].is_floating_point() for k in places):
+            return True  # picked by numbers that are not known here: the check on real numbers decides
+        given = []
+        for k, labels in zip(places, record.given, strict=True):
+            kept = compact(labels, self.counts) if labels is not None else _opaque(leaves[k])
+            if kept is None or kept.shape != tuple(leaves[k].shape):
+                return False
+            given.append(kept)
+        if name in RESHAPES:
+            return _same(reshaped(given[0], wanted[0].shape), wanted[0])
+        for k, x in zip(places, given, strict=True):
+            leaves[k] = x.full()
+        try:
+            again, keywords = tree_unflatten(leaves, spec)
+            moved = [settle(x) for x in tree_leaves(func(*again, **keywords)) if isinstance(x, Tensor)]
+        except (RuntimeError, TypeError, NotImplementedError):
+            return True  # an op that takes no integers (im2col): its shape agrees, real numbers decide
+        return all(_same(a, b) for a, b in zip(moved, wanted, strict=True))
+
+
+def _opaque(x: Tensor) -> Labels:
+    return Labels(torch.full([1] * x.dim(), OPAQUE), tuple(x.shape))
+
+
+def _same(a: Labels, b: Labels) -> bool:
+    return a.shape == b.shape and torch.equal(a.full(), b.full())
+
+
+def rehearse(twin: nn.Module, inputs: Any, graph: Graph, mode: str, counts: np.ndarray, device: str) -> Rehearsal:
+    """Run ``twin`` beside the record of ``mode``."""
+    twin.train(mode == "train")
+    run = Rehearsal(graph.records[mode], counts, device)
+
+    def rest(module: nn.Module, args: Any) -> None:
+        run.resting = True
+
+    def work(module: nn.Module, args: Any, output: Any) -> None:
+        run.resting = False
+
+    handles = []
+    for module in twin.modules():
+        if isinstance(module, Scatter):
+            handles.append(module.register_forward_pre_hook(rest))
+            handles.append(module.register_forward_hook(work))
+    try:
+        with run:
+            call(twin, inputs)
+    finally:
+        for h in handles:
+            h.remove()
+    return run

@@ -1,0 +1,103 @@
+"""The pieces a shrunk network may contain: a scatter of channels to their places, and what is left of an empty layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Scatter(nn.Module):
+    """Output channel j is input channel ``index[j]``, or zero where that is -1.
+
+    It sits as ``scatter`` in the module whose output it rearranges, called by a forward hook. Its buffers are not
+    in the state dict, whose names stay those of the original network.
+    """
+
+    index: Tensor  # (width,)
+    places: Tensor  # (n,) the output channels that are not zero
+    source: Tensor  # (n,) the input channels they take
+    inverse: Tensor  # (width,) as index, with some valid channel where it is -1
+    empty: Tensor  # (width,) bool
+
+    def __init__(self, index: Tensor, axis: int, given: int) -> None:
+        super().__init__()
+        self.axis, self.given = axis, given  # given: the channels it takes
+        places = (index >= 0).nonzero().flatten()
+        self.dense = len(places) == len(index)  # nothing is zero: it only drops or reorders
+        self.whole = torch.equal(index[places], torch.arange(given))  # it takes every channel, in order
+        for name, value in {
+            "index": index, "places": places, "source": index[places], "inverse": index.clamp_min(0), "empty": index < 0,
+        }.items():  # fmt: skip
+            self.register_buffer(name, value, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        axis = self.axis % x.dim()
+        if self.dense:
+            return x.index_select(axis, self.source)
+        if torch.compiler.is_compiling():  # one gather that fuses with what follows
+            return x.index_select(axis, self.inverse).masked_fill(_along(self.empty, x.dim(), axis), 0)
+        shape = list(x.shape)
+        shape[axis] = len(self.index)
+        return _zeros(x, shape).index_copy_(axis, self.places, x if self.whole else x.index_select(axis, self.source))
+
+    def extra_repr(self) -> str:
+        return f"{self.given} -> {len(self.index)}, axis={self.axis}"
+
+
+def _along(values: Tensor, dim: int, axis: int) -> Tensor:
+    shape = [1] * dim
+    shape[axis] = len(values)
+    return values.view(shape)
+
+
+def _zeros(like: Tensor, shape: list[int]) -> Tensor:
+    """Zeros of that shape, channels last where ``like`` is."""
+    if like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous():
+        return torch.empty(
+            shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last
+        ).zero_()
+    return like.new_zeros(shape)
+
+
+def scatter_output(module: Any, args: Any, output: Tensor) -> Tensor:
+    """The forward hook of a module with a ``scatter``."""
+    return module.scatter(output)
+
+
+def gather_input(module: Any, args: Any) -> Any:
+    """The forward pre-hook of a module with a ``gather``."""
+    return (module.gather(args[0]), *args[1:])
+
+
+class Nothing(nn.Module):
+    """What is left of a layer that lost every channel: one channel of zeros, of the shape the layer would give."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.linear = not hasattr(layer, "kernel_size")
+        if not self.linear:
+            self.transposed = bool(layer.transposed)
+            self.kernel_size, self.stride, self.dilation = layer.kernel_size, layer.stride, layer.dilation
+            self.output_padding = layer.output_padding
+            self.padding = layer.padding
+        self.dtype = layer.weight.dtype
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.linear:
+            return x.new_zeros((*x.shape[:-1], 1))
+        d = len(self.kernel_size)
+        return x.new_zeros((*x.shape[: -d - 1], 1, *(self._size(n, i) for i, n in enumerate(x.shape[-d:]))))
+
+    def _size(self, n: int, i: int) -> int:
+        k, s, r = self.kernel_size[i], self.stride[i], self.dilation[i]
+        if self.padding == "same":
+            return n
+        p = 0 if self.padding == "valid" else self.padding[i]
+        if self.transposed:
+            return (n - 1) * s - 2 * p + r * (k - 1) + self.output_padding[i] + 1
+        return (n + 2 * p - r * (k - 1) - 1) // s + 1
+
+
+__all__ = ["Nothing", "Scatter", "gather_input", "scatter_output"]
