@@ -110,16 +110,22 @@ def _indices(layers: Mapping[str, Layer], name: str, channels: Iterable[int]) ->
     return torch.tensor(sorted(map(int, channels)), dtype=torch.long)
 
 
-def masked(model: nn.Module, mask: Mask) -> nn.Module:
-    """A copy of ``model`` with the mask's feature maps forced to zero; same class, trains and evaluates."""
+def check_mask(model: nn.Module, mask: Mask) -> None:
+    """Refuse a mask that was made for another model."""
     known = dict(model.named_parameters() if mask.kind == "weights" else model.named_modules())
     norms = [n for layer in mask.layers if layer.name in mask.removed for n in layer.norms] + [*mask.norms]
     for name in (*mask.removed, *norms):
         if name not in known:
             raise StructureError(f"the mask names {name!r}, which this model does not have.{nearest(name, known)}")
+    for layer in mask.layers:
+        if layer.name in mask.removed:
+            _check_width(model, layer, mask.kind)
+
+
+def masked(model: nn.Module, mask: Mask) -> nn.Module:
+    """A copy of ``model`` with the mask's feature maps forced to zero; same class, trains and evaluates."""
+    check_mask(model, mask)
     layers = [layer for layer in mask.layers if layer.name in mask.removed]
-    for layer in layers:
-        _check_width(model, layer, mask.kind)
     twin = copy.deepcopy(model)
     if mask.kind == "weights":
         return _with_zero_weights(twin, mask)

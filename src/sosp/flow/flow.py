@@ -15,12 +15,37 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from sosp.data import call
 from sosp.errors import StructureError
-from sosp.flow.graph import ZERO, Cut, Graph, Ids, Pin
+from sosp.flow.graph import OPAQUE, ZERO, Cut, Graph, Ids, Pin, components
 from sosp.flow.layout import Layout, solve
 from sosp.flow.tracer import Tracer
+from sosp.flow.plan import plan
+from sosp.flow.twin import few, meta_copy, on_device, quiet, rows, tensors_of
 from sosp.preserve import layer_by_layer, refuse_uninitialised, same_random_numbers
 
 MODES = ("eval", "train")
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """Channels that cannot be dropped from where they flow, and the line of the user's code that is why."""
+
+    layers: tuple[str, ...]  # whose output it is
+    op: str
+    where: str  # file.py:line
+    why: str
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.layers)}: {self.op} at {self.where}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Channels that flow together: all that is added, multiplied or normalised place by place."""
+
+    width: int
+    producers: tuple[str, ...]  # layers whose output they are
+    consumers: tuple[str, ...]  # layers that read them
+    pinned: int  # how many cannot be dropped
 
 
 @dataclass(eq=False)
@@ -28,24 +53,101 @@ class Flow:
     """How the channels of a network flow: streams, their producers and consumers, and what is pinned and why."""
 
     graph: Graph
+    parameters: dict[str, tuple[int, ...]]  # name -> shape
     untraced: dict[str, str]  # mode -> why the network could not be followed in it
     real: bool  # traced with real numbers, because the network does not run without
     classes: Ids = field(init=False)
-    _pinned: Ids | None = None
+    _pins: Ids | None = None
 
     def __post_init__(self) -> None:
         self.classes = self.graph.classes()
 
     @property
-    def pinned_ids(self) -> Ids:
-        if self._pinned is None:
-            self._pinned = np.concatenate([np.array([0, ZERO]), *(p.ids for p in self.graph.pins)])
-        return self._pinned
+    def pins(self) -> Ids:
+        """All values that must stay."""
+        if self._pins is None:
+            self._pins = np.unique(np.concatenate([np.array([ZERO, OPAQUE]), *(p.ids for p in self.graph.pins)]))
+        return self._pins
 
     def pin(self, pins: list[Pin]) -> None:
-        """More channels that must stay, found when the smaller network was tried out."""
+        """More channels that must stay, found when a smaller network was tried out."""
         self.graph.pins.extend(pins)
-        self._pinned = None
+        self._pins = None
+
+    @property
+    def pinned(self) -> list[Pinned]:
+        """What cannot be dropped, one entry per line of code."""
+        outputs = self._outputs()
+        found: dict[tuple[str, str, str], set[str]] = {}
+        for pin in self.graph.pins:
+            held = np.unique(self.classes[pin.ids])
+            layers = {n for n, classes in outputs.items() if np.isin(classes, held).any()}
+            found.setdefault((pin.op, pin.where, pin.why), set()).update(layers)
+        order = {n: i for i, n in enumerate(outputs)}
+        return [Pinned(tuple(sorted(layers, key=order.__getitem__)), *key) for key, layers in found.items() if layers]
+
+    def _outputs(self) -> dict[str, np.ndarray]:
+        """Layer -> the classes that its output channels belong to once they have left its own norm."""
+        layers = {d.module for d in self.graph.dense.values()}
+        found = {}
+        for name, cuts in self.graph.calls.items():
+            if name in layers:
+                cut = cuts[0]
+                follower = self._behind.get(name)
+                found[name] = np.unique(self.classes[(follower or cut).out])
+        return found
+
+    @property
+    def _behind(self) -> dict[str, Cut]:
+        """Layer -> the norm whose input is its output."""
+        by_input = {
+            tuple(c.through.tolist()): c for cuts in self.graph.calls.values() for c in cuts if c.through is not None
+        }
+        return {
+            name: by_input[key]
+            for name, cuts in self.graph.calls.items()
+            if (key := tuple(cuts[0].out.tolist())) in by_input
+        }
+
+    @property
+    def streams(self) -> list[Stream]:
+        """The streams, in the order of the network."""
+        together = self.graph.classes([(c.into, c.out) for cuts in self.graph.calls.values() for c in cuts])
+        held = np.unique(together[self.pins])
+        members: dict[int, tuple[list[str], list[str]]] = {}
+        widths: dict[int, np.ndarray] = {}
+        # Channels of one tensor belong to one stream: number it by the smallest class in it.
+        blocks = [np.unique(together[d.out]) for d in self.graph.dense.values()]
+        stream = components(
+            self.graph.count,
+            np.concatenate([np.full(len(b), b[0]) for b in blocks] or [np.zeros(0, dtype=int)]),
+            np.concatenate(blocks or [np.zeros(0, dtype=int)]),
+        )
+        for d in self.graph.dense.values():
+            key = int(stream[together[d.out[0]]])
+            members.setdefault(key, ([], []))[0].append(d.module or d.weight)
+            widths[key] = np.union1d(widths.get(key, np.zeros(0, dtype=int)), together[d.out])
+        for d in self.graph.dense.values():
+            for key in {int(k) for into in d.into for k in stream[together[into]]} & set(members):
+                members[key][1].append(d.module or d.weight)
+        return [
+            Stream(len(widths[k]), tuple(p), tuple(c), int(np.isin(widths[k], held).sum())) for k, (p, c) in members.items()
+        ]
+
+    def __repr__(self) -> str:
+        streams = self.streams
+        free = sum(s.pinned == 0 for s in streams)
+        return f"Flow({len(self.graph.dense)} layers, {len(streams)} streams, {free} of them free, {len(self.pinned)} pins)"
+
+    def __str__(self) -> str:
+        """A paragraph per stream, then what is pinned and by which line."""
+        lines = [repr(self)]
+        for i, s in enumerate(self.streams):
+            lines.append(f"stream {i}: {s.width} channels" + (f", {s.pinned} pinned" if s.pinned else ""))
+            lines += [f"  from  {', '.join(s.producers)}", f"  to    {', '.join(s.consumers) or 'the output'}"]
+        lines += ["pinned:", *(f"  {p}" for p in self.pinned)] if self.pinned else []
+        lines += [f"not followed in {mode} mode: {why}" for mode, why in self.untraced.items()]
+        return "\n".join(lines)
 
     def removed(self, removed: Mapping[str, Any], places: Mapping[str, tuple[str, ...]]) -> dict[str, np.ndarray]:
         """Module -> (n,) which of its output channels are set to zero, from layer -> channels."""
@@ -63,23 +165,30 @@ class Flow:
         zero = self.graph.zeros(gone)
         found: dict[str, np.ndarray] = {}
         for name, cuts in self.graph.calls.items():
-            if all(c.through is not None for c in cuts):
-                found[name] = np.logical_and.reduce([zero[c.through] for c in cuts])
+            seen = [zero[c.through] for c in cuts if c.through is not None]
+            if len(seen) == len(cuts):
+                found[name] = np.logical_and.reduce(seen)
         return {n: torch.from_numpy(np.flatnonzero(dead)) for n, dead in found.items() if dead.any()}
 
     def layout(self, removed: Mapping[str, np.ndarray]) -> Layout:
         """What stays when these module outputs are set to zero."""
-        return solve(self.graph, self.classes, self.pinned_ids, removed)
+        return solve(self.graph, self.classes, self.pins, removed)
 
 
 def trace(model: nn.Module, example: Any) -> Flow:
-    """Follow every channel of ``model`` through one forward pass on ``example``, in eval and in train mode."""
+    """Follow every channel of ``model`` through one forward pass on ``example``, in eval and in train mode.
+
+    Nothing is computed: it runs on the meta device, in the user's own code. Then a network with many channels gone is
+    tried out there, to find the sizes that the code itself fixes.
+    """
     refuse_uninitialised(model)
     inputs = few(example)
     try:
-        return _trace(model, inputs, real=False)
-    except Exception:  # code that looks at values, tensors that are no buffers: run it with real numbers
-        return _trace(model, inputs, real=True)
+        flow = _trace(model, inputs, real=False)
+    except Exception:  # code that looks at values, or at tensors that are no buffers: run it with real numbers
+        flow = _trace(model, inputs, real=True)
+    plan(model, flow, _many(flow), example)
+    return flow
 
 
 def _trace(model: nn.Module, inputs: Any, real: bool) -> Flow:
@@ -88,74 +197,43 @@ def _trace(model: nn.Module, inputs: Any, real: bool) -> Flow:
     graph = Graph()
     untraced: dict[str, str] = {}
     for mode in MODES:
-        mark = copy.copy(graph)
         try:
             follow(twin, inputs, mode, graph, values, real)
         except Exception as error:
-            if mode == "eval":
-                if real:
-                    raise StructureError(f"the model does not run on the example: {type(error).__name__}: {error}") from error
-                raise
-            if not real and not isinstance(error, ValueError):
+            if mode == "eval" and real:
+                shapes = tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, inputs)
+                raise StructureError(
+                    f"the model does not run on the example (shapes {shapes}): {type(error).__name__}: {error}"
+                ) from error
+            if mode == "eval" or not real:
                 raise
             untraced[mode] = f"{type(error).__name__}: {error}"
-            del mark
     _norms_called_twice(graph)
-    return Flow(graph, untraced, real)
+    return Flow(graph, {n: tuple(p.shape) for n, p in model.named_parameters()}, untraced, real)
+
+
+def _many(flow: Flow) -> dict[str, np.ndarray]:
+    """A mask for trying out: of every layer the first third (whole heads, whole branches) and half of the rest."""
+    generator = np.random.default_rng(0)
+    found = {}
+    for d in flow.graph.dense.values():
+        for cut in flow.graph.calls.get(d.module, [])[:1]:
+            gone = generator.random(len(cut.given)) < 0.5
+            gone[: len(gone) // 3] = True
+            gone[-1] = False
+            found[d.module] = gone
+    return found
 
 
 def follow(twin: nn.Module, inputs: Any, mode: str, graph: Graph, values: Mapping[str, Tensor], real: bool) -> None:
     """One forward pass in one mode."""
     twin.train(mode == "train")
-    given = tree_map(lambda x: (x.clone() if real else x.to("meta")) if isinstance(x, Tensor) else x, inputs)
     tracer = Tracer(twin, graph, mode, dict(values), rows(inputs))
+    given = on_device(inputs, real)
     with quiet(), tracer.hooked(), tracer:
         outputs = call(twin, given)
     for x in tensors_of(outputs):
         tracer.pin_tensor(x, "return", "the model returns it")
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Nothing differentiated, no fused transformer, the caller's random numbers."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(layer_by_layer())
-        stack.enter_context(same_random_numbers())
-        yield
-
-
-def tensors_of(outputs: Any) -> list[Tensor]:
-    """All tensors a model returned, also in a class of the user's."""
-    leaves = tree_leaves(outputs)
-    leaves += [x for leaf in leaves if hasattr(leaf, "__dict__") for x in tree_leaves(vars(leaf))]
-    return [x for x in leaves if isinstance(x, Tensor)]
-
-
-def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy without numbers: the same modules, parameters and buffers that take no memory."""
-    memo: dict[int, Any] = {}
-    for p in model.parameters():
-        memo[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=False)
-    for b in model.buffers():
-        memo[id(b)] = b.detach().to("meta")
-    return copy.deepcopy(model, memo)
-
-
-def rows(inputs: Any) -> int:
-    """How many examples these are."""
-    return next((x.shape[0] for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()), 1) or 1
-
-
-def few(example: Any) -> Any:
-    """Two rows of the example, if it can be cut: batch norms in train mode need more than one."""
-    count = rows(example)
-    return tree_map(lambda x: _two(x) if isinstance(x, Tensor) and x.dim() and x.shape[0] == count else x, example)
-
-
-def _two(x: Tensor) -> Tensor:
-    return x[:2] if x.shape[0] > 1 else torch.cat([x, x])
 
 
 def _norms_called_twice(graph: Graph) -> None:

@@ -16,6 +16,7 @@ class Layout:
 
     counts: np.ndarray  # (values,) how often each value occurs: 0 or 1, more in a widened network
     zero: np.ndarray  # (values,) which are identically zero
+    needed: np.ndarray  # (values,) which stay because something needs them, not only so that no tensor is empty
     emptied: frozenset[str]  # weights of layers that nothing needs any more
 
 
@@ -26,11 +27,13 @@ def solve(graph: Graph, classes: Ids, pinned: Ids, removed: Mapping[str, np.ndar
     work.need(np.array([0, 1]))
     work.need(pinned)
     work.settle()
-    emptied = frozenset(d.weight for d in graph.dense.values() if d.narrow and not work.kept[classes[d.out]].any())
-    work.emptied = emptied
+    needed = work.kept[classes]
+    work.emptied = frozenset(
+        d.weight for d in graph.dense.values() if d.narrow and d.module in graph.calls and not needed[d.out].any()
+    )
     while work.fill():
         work.settle()
-    return Layout(work.kept[classes].astype(np.int64), zero, emptied)
+    return Layout(work.kept[classes].astype(np.int64), zero, needed, work.emptied)
 
 
 class Needs:

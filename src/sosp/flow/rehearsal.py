@@ -11,20 +11,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from sosp.data import call
-from sosp.flow.graph import Graph, Record
+from sosp.flow.graph import Record
 from sosp.flow.labels import OPAQUE, RESHAPES, Labels, compact, reshaped, settle
 from sosp.flow.tracer import COMPOSITE, name_of, unchecked
 from sosp.scatter import Scatter
 
 
-class Lost(Exception):
-    """The code took another way than it did for the whole network."""
-
-
 class Rehearsal(TorchFunctionMode):
     """Runs beside the record of the whole network, op by op; notes where shapes or the order of channels differ."""
 
-    def __init__(self, records: list[Record], counts: np.ndarray, device: str) -> None:
+    def __init__(self, records: list[Record], counts: np.ndarray, device: torch.device) -> None:
         super().__init__()
         self.records, self.counts, self.device = records, counts, device
         self.at = 0
@@ -56,7 +52,7 @@ class Rehearsal(TorchFunctionMode):
 
     def next(self, name: str, error: Exception | None) -> Record:
         if self.at >= len(self.records) or self.records[self.at].name != name:
-            raise error or Lost(name)
+            raise error or RuntimeError(f"{name}: the code took another way than for the whole network")
         self.at += 1
         return self.records[self.at - 1]
 
@@ -109,10 +105,10 @@ def _same(a: Labels, b: Labels) -> bool:
     return a.shape == b.shape and torch.equal(a.full(), b.full())
 
 
-def rehearse(twin: nn.Module, inputs: Any, graph: Graph, mode: str, counts: np.ndarray, device: str) -> Rehearsal:
-    """Run ``twin`` beside the record of ``mode``."""
-    twin.train(mode == "train")
-    run = Rehearsal(graph.records[mode], counts, device)
+def rehearse(twin: nn.Module, inputs: Any, records: list[Record], counts: np.ndarray) -> Rehearsal:
+    """Run ``twin`` beside the record, in the mode it is in; ``failed`` holds the ops that went wrong."""
+    device = next((x.device for x in tree_leaves(inputs) if isinstance(x, Tensor)), torch.device("cpu"))
+    run = Rehearsal(records, counts, device)
 
     def rest(module: nn.Module, args: Any) -> None:
         run.resting = True
@@ -128,6 +124,8 @@ def rehearse(twin: nn.Module, inputs: Any, graph: Graph, mode: str, counts: np.n
     try:
         with run:
             call(twin, inputs)
+    except Exception:  # the user's own check of a size, between two ops
+        run.failed.append(records[min(run.at, len(records) - 1)])
     finally:
         for h in handles:
             h.remove()

@@ -1,0 +1,161 @@
+"""From what is removed to a recipe that was tried out: what the user's code does not let go is pinned on the way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sosp.flow.graph import Cut, Dense, Graph, Pin
+from sosp.flow.layout import Layout
+from sosp.flow.rehearsal import Rehearsal, rehearse
+from sosp.flow.twin import few, meta_copy, on_device, quiet
+from sosp.layers import is_norm, layer_type
+from sosp.recipe import Placing, Recipe, apply
+
+if TYPE_CHECKING:
+    from sosp.flow.flow import Flow
+
+Removed = Mapping[str, np.ndarray]  # module -> (n,) which of its output channels are set to zero
+
+
+def plan(model: nn.Module, flow: Flow, removed: Removed, example: Any) -> tuple[Layout, Recipe]:
+    """What stays and how to get there, tried out op by op; ``flow`` learns what has to be pinned."""
+    inputs = few(example)
+    while True:
+        layout = flow.layout(removed)
+        recipe = write(model, flow.graph, layout, removed)
+        pins = _trouble(model, flow, layout, recipe, inputs)
+        if not pins:
+            return layout, recipe
+        flow.pin(pins)
+
+
+def _trouble(model: nn.Module, flow: Flow, layout: Layout, recipe: Recipe, inputs: Any) -> list[Pin]:
+    """Run the smaller network without numbers; what must be pinned so that the user's code goes through."""
+    twin = copy.deepcopy(model) if flow.real else meta_copy(model)
+    apply(twin, recipe)
+    pins: list[Pin] = []
+    for mode in flow.graph.records:
+        if mode in flow.untraced:
+            continue
+        twin.train(mode == "train")
+        with quiet():
+            run = rehearse(twin, on_device(inputs, flow.real), flow.graph.records[mode], layout.counts)
+        pins += _reasons(flow, layout, mode, run)
+    return pins
+
+
+def _reasons(flow: Flow, layout: Layout, mode: str, run: Rehearsal) -> list[Pin]:
+    """Pin the channels at each op that failed; if they all stayed, those whose sizes were read around it; or all."""
+    pins = []
+    for record in run.failed:
+        at_op = [x.numbers() for x in (*record.given, *record.out) if x is not None]
+        around = [ids for m, module, ids in flow.graph.reads if m == mode and module == record.module]
+        everything = [np.arange(flow.graph.count)]
+        for labels in (at_op, around, everything):
+            ids = np.concatenate([np.zeros(0, dtype=int), *labels])
+            if (layout.counts[ids] == 0).any():
+                pins.append(Pin(np.unique(ids), record.name, record.where, "the code fixes how many there are"))
+                break
+    return pins
+
+
+def write(model: nn.Module, graph: Graph, layout: Layout, removed: Removed) -> Recipe:
+    """All indices of the surgery."""
+    counts = layout.counts
+    slices: dict[str, dict[int, Tensor]] = {}
+    grouped: dict[str, tuple[Tensor, Tensor]] = {}
+    sizes: dict[str, dict[str, int]] = {}
+    scatters: dict[str, Placing | None] = {}
+    emptied = tuple(d.module for d in graph.dense.values() if d.weight in layout.emptied)
+    passed = tuple(n for n in graph.calls if _passed(model, graph, layout, n))
+    gone = tuple(f"{n}." for n in (*emptied, *passed))
+    for s in graph.slices.values():
+        if s.name not in graph.dense and not (gone and s.name.startswith(gone)):
+            _keep(slices, s.name, s.axis, counts, s.ids)
+    for d in graph.dense.values():
+        if d.narrow and d.weight not in layout.emptied:
+            _weight(model, d, counts, slices, grouped, sizes)
+    for name, cuts in graph.calls.items():
+        placing = _placing(cuts, layout, removed.get(name))
+        module: Any = model.get_submodule(name)
+        if is_norm(module) and name not in passed and hasattr(module, "num_features"):
+            _size(sizes, name, module, "num_features", int(counts[cuts[0].given].sum()))
+        if placing is not None or "scatter" in module._modules:
+            scatters[name] = placing
+    for name in slices:
+        path, _, key = name.rpartition(".")
+        module = model.get_submodule(path)
+        for attribute in ("num_parameters", "embedding_dim"):
+            if key == "weight" and hasattr(module, attribute):
+                _size(sizes, path, module, attribute, len(next(iter(slices[name].values()))))
+    return Recipe({n: a for n, a in slices.items() if a}, grouped, sizes, scatters, {}, emptied, passed)
+
+
+def _passed(model: nn.Module, graph: Graph, layout: Layout, name: str) -> bool:
+    """A norm that nothing needs any more."""
+    return is_norm(model.get_submodule(name)) and not layout.needed[graph.calls[name][0].given].any()
+
+
+def stay(counts: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Which places of ``ids`` stay, in order; some several times in a widened network."""
+    return np.repeat(np.arange(len(ids)), counts[ids])
+
+
+def _keep(slices: dict[str, dict[int, Tensor]], name: str, axis: int, counts: np.ndarray, ids: np.ndarray) -> None:
+    if (counts[ids] != 1).any():
+        slices.setdefault(name, {})[axis] = torch.from_numpy(stay(counts, ids))
+
+
+def _size(sizes: dict[str, dict[str, int]], name: str, module: Any, attribute: str, value: int) -> None:
+    if getattr(module, attribute) != value:
+        sizes.setdefault(name, {})[attribute] = value
+
+
+def _weight(model: nn.Module, d: Dense, counts: np.ndarray, slices: Any, grouped: Any, sizes: Any) -> None:
+    """The rows and columns of a layer's weight, and the widths it states."""
+    if (counts[d.out] == 1).all() and (counts[d.into[0]] == 1).all():
+        return
+    groups = 1
+    if d.groups == 1:
+        _keep(slices, d.weight, d.out_axis, counts, d.out)
+        _keep(slices, d.weight, d.in_axis, counts, d.into[0])
+    else:
+        grouped[d.weight], groups = _in_groups(d, counts)
+    module: Any = model.get_submodule(d.module) if d.module else None
+    kind = layer_type(module) if module is not None else None
+    if kind is not None:
+        widths = (int(counts[d.out].sum()), int(counts[d.into[0]].sum()))
+        for attribute, value in (*zip(kind.sizes, widths, strict=True), *([("groups", groups)] if d.groups > 1 else [])):
+            _size(sizes, d.module, module, attribute, value)
+
+
+def _in_groups(d: Dense, counts: np.ndarray) -> tuple[tuple[Tensor, Tensor], int]:
+    """The weight of a grouped convolution: (out, in / groups, ...), or (in, out / groups, ...) when transposed."""
+    first, second = (d.into[0], d.out) if d.transposed else (d.out, d.into[0])
+    first, second = first.reshape(d.groups, -1), second.reshape(d.groups, -1)
+    rows = [g * first.shape[1] + stay(counts, ids) for g, ids in enumerate(first)]
+    columns = [np.tile(stay(counts, second[g]), (len(r), 1)) for g, r in enumerate(rows) if len(r)]
+    index = (torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(columns)))
+    return index, len(columns)
+
+
+def _placing(cuts: list[Cut], layout: Layout, removed: np.ndarray | None) -> Placing | None:
+    """Where the channels that a module still computes go among those that leave it; None where they are the same."""
+    cut, counts = cuts[0], layout.counts
+    if counts.max(initial=1) > 1:  # a widened network: every tensor grows alike
+        return None
+    computed = stay(counts, cut.given)
+    place = np.full(len(cut.given) + 1, -1)
+    place[computed] = np.arange(len(computed))
+    place[-1] = -1
+    zero = np.logical_and.reduce([c.forced(removed, layout.zero) for c in cuts])
+    index = np.where(zero, -1, place[cut.index])[stay(counts, cut.out)]
+    if np.array_equal(index, np.arange(len(computed))):
+        return None
+    return Placing(torch.from_numpy(index), cut.axis, len(computed))

@@ -1,0 +1,62 @@
+"""Stand-ins for trying a network out: copies without numbers, two examples, and no trace left behind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sosp.preserve import layer_by_layer, same_random_numbers
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Nothing differentiated, no fused transformer, the caller's random numbers."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(layer_by_layer())
+        stack.enter_context(same_random_numbers())
+        yield
+
+
+def tensors_of(outputs: Any) -> list[Tensor]:
+    """All tensors a model returned, also in a class of the user's."""
+    leaves = tree_leaves(outputs)
+    leaves += [x for leaf in leaves if hasattr(leaf, "__dict__") for x in tree_leaves(vars(leaf))]
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy without numbers: the same modules, parameters and buffers that take no memory."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=False)
+    for b in model.buffers():
+        memo[id(b)] = b.detach().to("meta")
+    return copy.deepcopy(model, memo)
+
+
+def rows(inputs: Any) -> int:
+    """How many examples these are."""
+    return next((x.shape[0] for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()), 1) or 1
+
+
+def few(example: Any) -> Any:
+    """Two rows of the example, if it can be cut: batch norms in train mode need more than one."""
+    count = rows(example)
+    return tree_map(lambda x: _two(x) if isinstance(x, Tensor) and x.dim() and x.shape[0] == count else x, example)
+
+
+def _two(x: Tensor) -> Tensor:
+    return x[:2] if x.shape[0] > 1 else torch.cat([x, x])
+
+
+def on_device(inputs: Any, real: bool) -> Any:
+    """Copies of the inputs; without numbers, unless they are needed."""
+    return tree_map(lambda x: (x.clone() if real else x.to("meta")) if isinstance(x, Tensor) else x, inputs)
