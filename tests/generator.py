@@ -1592,6 +1592,8 @@ def image_network(dice: Dice, width: int) -> Part:
             break
     middle = dice.choice(range(1, len(parts) + 1))
     form = dice.weighted({"plain": 78, "two-heads": 7, "aux": 9, "features": 3, "pair": 3})
+    if form == "pair":  # the layer whose features are returned is not prunable: leave another
+        parts.append(unit(dice, parts[-1].width))
     if form == "aux":
         front = joined(parts[:middle])
         head, text = classifier(dice, front.width)

@@ -32,6 +32,10 @@ class DifferentiationError(SospError, RuntimeError):
     """The model cannot be differentiated as the method needs it."""
 
 
+class SurgeryError(SospError, RuntimeError):
+    """A network could not be made smaller or larger without changing what it computes."""
+
+
 class DisconnectedError(SospError, ValueError):
     """The mask would cut the network in two."""
 

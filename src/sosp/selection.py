@@ -8,6 +8,7 @@ from math import floor
 import torch
 from torch import Tensor
 
+from sosp.cost import cost_of
 from sosp.errors import ArgumentError, DisconnectedError, one_of
 from sosp.mask import Mask
 from sosp.progress import track
@@ -16,29 +17,109 @@ from sosp.records import INPUT, OUTPUT, Saliency, Structures
 SCALES = ("kernel", "macs", "params")
 
 
-def select(saliency: Saliency, *, ratio: float = 0.5, cap: float | None = None, scale: str | None = None) -> Mask:
-    """Remove the ``ratio`` of structures that is least needed.
+def select(
+    saliency: Saliency,
+    *,
+    ratio: float | None = None,
+    params: float | None = None,
+    macs: float | None = None,
+    cap: float | None = None,
+    scale: str | None = None,
+    round_to: int = 1,
+) -> Mask:
+    """Remove the structures that are least needed.
+
+    How many: ``ratio`` of all structures (half, if nothing is said); or as many as it takes until at most ``params``
+    of the network's parameters, or ``macs`` of its multiply-accumulates, are left in the network that ``shrink``
+    builds (a share, or a whole number above 1), by the exact count.
 
     Greedy: one structure after the other, each time the one that raises the objective least given those already
     gone (Eq. 5); without pairs this is sorting once. Ties go to the lower index. ``cap`` bounds the share removed
     from one layer. ``scale`` divides a structure's cost by its kernel's edge (the paper's SOSP*), its MACs or its
-    parameters, so that what saves more may cost more. A mask that would cut the network in two is refused.
+    parameters, so that what saves more may cost more. ``round_to`` keeps a multiple of that many structures in every
+    layer, by taking back those that were removed last. A mask that would cut the network in two is refused.
     """
-    _share("ratio", ratio)
     structures = saliency.structures
-    S = len(structures)
-    count = round(ratio * S)
+    budget = _budget(ratio, params, macs)
     if scale is not None:
         one_of("scale", scale, SCALES)
+    if isinstance(round_to, bool) or not isinstance(round_to, int) or round_to < 1:
+        raise ArgumentError(f"round_to={round_to!r} must be a positive whole number.")
     room = Room(structures, cap, saliency.scores.device)
-    if count > room.total:
-        raise ArgumentError(
-            f"ratio={ratio} asks for {count} of {S} structures, but cap={cap} leaves only {room.total} to remove."
-        )
-    chosen = greedy(saliency, count, _weights(structures, scale), room)
+    weights = _weights(structures, scale)
+    if budget is None:
+        ratio = 0.5 if ratio is None else ratio
+        _share("ratio", ratio)
+        count = round(ratio * len(structures))
+        if count > room.total:
+            raise ArgumentError(
+                f"ratio={ratio} asks for {count} of {len(structures)} structures, but cap={cap} leaves only "
+                f"{room.total} to remove."
+            )
+        chosen = _rounded(structures, greedy(saliency, count, weights, room), round_to)
+    else:
+        order = greedy(saliency, room.total, weights, room)
+        chosen = _within(structures, order, *budget, round_to)
     mask = Mask.from_structures(structures, chosen)
     refuse_disconnected(structures, mask)
     return mask
+
+
+def _budget(ratio: float | None, params: float | None, macs: float | None) -> tuple[str, float] | None:
+    """What is limited, and to what; None for a ratio of structures."""
+    given = {"ratio": ratio, "params": params, "macs": macs}
+    named = {name: value for name, value in given.items() if value is not None}
+    if len(named) > 1:
+        raise ArgumentError(f"give one of ratio, params and macs, not {' and '.join(named)}.")
+    if ratio is not None or not named:
+        return None
+    ((name, value),) = named.items()
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value <= 1 or value == int(value) > 1):
+        raise ArgumentError(f"{name}={value!r} must be the share that may be left, up to 1, or a whole number of {name}.")
+    return name, value
+
+
+def _within(structures: Structures, order: Tensor, what: str, limit: float, round_to: int) -> Tensor:
+    """The shortest beginning of ``order`` whose removal meets the limit: costs fall with every structure that goes."""
+    if structures.flow is None or structures.kind == "weights":
+        raise ArgumentError(f"{what}= needs the channel flow of the network, which these structures do not have.")
+    flow = structures.flow
+    whole = getattr(cost_of(flow, flow.layout({})), what)
+    target = limit * whole if limit <= 1 else limit
+    places = {layer.name: layer.norms for layer in structures.layers}
+
+    def left(count: int) -> int:
+        chosen = _rounded(structures, order[:count], round_to)
+        return getattr(cost_of(flow, flow.layout(flow.removed(structures.channels_of(chosen), places))), what)
+
+    low, high = 0, len(order)
+    if left(high) > target:
+        raise ArgumentError(
+            f"{what}={limit} cannot be met: with everything removed that may go, {left(high):,} of {whole:,} {what} are "
+            "left. Raise it, lift the cap, or exclude fewer layers."
+        )
+    while low < high:
+        middle = (low + high) // 2
+        if left(middle) <= target:
+            high = middle
+        else:
+            low = middle + 1
+    return _rounded(structures, order[:low], round_to)
+
+
+def _rounded(structures: Structures, chosen: Tensor, round_to: int) -> Tensor:
+    """Take back, layer by layer, what was removed last, until a multiple of ``round_to`` is kept."""
+    if round_to == 1:
+        return chosen
+    owner = structures.owner()
+    widths = torch.bincount(owner, minlength=len(structures.layers))
+    layers = owner[chosen.cpu()]
+    back = torch.zeros(len(chosen), dtype=torch.bool)
+    for i, width in enumerate(widths.tolist()):
+        mine = (layers == i).nonzero().flatten()
+        again = min(len(mine), -(width - len(mine)) % round_to)
+        back[mine[len(mine) - again :]] = True
+    return chosen[~back.to(chosen.device)]
 
 
 def _share(name: str, value: float) -> None:

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from operator import index
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -39,7 +40,8 @@ def find_structures(
     parameters of those layers). The output layer is never pruned, except for single weights.
     ``gate``: where a structure is scaled: ``"features"`` after the layer's own normalisation, ``"weights"`` on the
     layer's own output, the paper's definition.
-    ``groups``: ``"independent"``, or a list of groups. ``{"conv1": [0], "conv2": [0, 1]}`` makes those channels one
+    ``groups``: ``"independent"``; ``"coupled"``, one structure per channel of a stream (all that adds and other ops
+    tie together, so that removing it needs no scatter); or a list of groups. ``{"conv1": [0], "conv2": [0, 1]}`` makes those channels one
     structure; ``["conv1", "conv2"]`` ties channel i of one layer to channel i of the other.
     ``exclude``: names, glob patterns or modules; a container's name excludes everything in it.
     """
@@ -69,7 +71,10 @@ def find_structures(
     flow = _flow(model, example)
     if kind == "blocks":
         return _blocks(layers, seen, gate, flow)
-    ids = _group_ids(layers, [] if isinstance(groups, str) else groups)
+    if groups == "coupled":
+        ids = _coupled_ids(layers, flow)
+    else:
+        ids = _group_ids(layers, [] if isinstance(groups, str) else groups)
     return Structures("filters", gate, tuple(layers.values()), ids, seen.wiring, seen.footprint, flow)
 
 
@@ -173,12 +178,39 @@ def _group_ids(layers: dict[str, Layer], groups: Sequence[Group]) -> tuple[Tenso
     return tuple(ids)
 
 
-def _check_groups(groups: str | Sequence[Group], kind: str) -> None:
-    if groups == "coupled":
+def _coupled_ids(layers: dict[str, Layer], flow: Flow | None) -> tuple[Tensor, ...]:
+    """One structure per channel of a stream: all that has to go together for nothing to be scattered.
+
+    Channels that cannot go (pinned, or tied to a layer that is excluded or the output) have no structure, -1.
+    """
+    if flow is None:
         raise StructureError(
-            "groups='coupled' needs to know which channels the network ties together, which is not derived "
-            "from the network yet. Name them: groups=[['layer1.0.conv2', 'layer1.1.conv2'], ...]."
+            "groups='coupled' needs to follow the network's channels, and it does not run outside of your own code "
+            "(sosp.trace(model, example) says why). Name them: groups=[['layer1.0.conv2', 'layer1.1.conv2'], ...]."
         )
+    together, free = flow.coupled()
+    places = {n: flow.graph.calls[n][0].out for n in layers if n in flow.graph.calls}
+    others = [d.out for d in flow.graph.dense.values() if d.module not in places]
+    for ids in others:
+        free[np.isin(together, together[ids])] = False
+    numbers: dict[int, int] = {}
+    found = []
+    for name, layer in layers.items():
+        out = places.get(name)
+        if out is None or len(out) != layer.channels:
+            found.append(torch.full((layer.channels,), -1))
+            continue
+        found.append(
+            torch.tensor([numbers.setdefault(int(c), len(numbers)) if f else -1 for c, f in zip(together[out], free[out])])
+        )
+    if not numbers:
+        raise StructureError("no stream of the network can lose a channel as a whole: use groups='independent'.")
+    return tuple(found)
+
+
+def _check_groups(groups: str | Sequence[Group], kind: str) -> None:
+    if groups == "coupled" and kind != "filters":
+        raise ArgumentError(f"groups='coupled' ties channels, and kind={kind!r} has none to tie. Use kind='filters'.")
     if isinstance(groups, str):
         return one_of("groups", groups, ("independent", "coupled"))
     if kind != "filters":

@@ -9,8 +9,9 @@ from torch import nn
 
 from sosp.flow import trace
 from sosp.flow.plan import plan
-from sosp.mask import Mask, check_mask
+from sosp.mask import Mask, check_mask, masked
 from sosp.recipe import Recipe, apply
+from sosp.verify import check_same
 
 
 def shrink(model: nn.Module, mask: Mask, example: Any, *, verify: bool = True) -> nn.Module:
@@ -19,7 +20,10 @@ def shrink(model: nn.Module, mask: Mask, example: Any, *, verify: bool = True) -
     flow = trace(model, example)
     removed = flow.removed(mask.removed, {layer.name: layer.norms for layer in mask.layers})
     _, recipe = plan(model, flow, removed, example)
-    return cooked(model, recipe)
+    small = cooked(model, recipe)
+    if verify:
+        check_same(small, masked(model, mask), example, tuple(m for m in flow.graph.records if m not in flow.untraced))
+    return small
 
 
 def cooked(model: nn.Module, recipe: Recipe) -> nn.Module:

@@ -24,13 +24,13 @@ Zeros = dict[str, Tensor]  # module -> (channels,) bool
 
 CONVS = (nn.modules.conv._ConvNd,)
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
-NOISES = 6  # runs: all positive, all negative, then of mixed signs
+NOISES = 4  # runs: all positive, all negative, then of mixed signs
 
 
 def removed(model: nn.Module, example: Any, channels: Channels, norms: Norms) -> nn.Module:
     """A copy of ``model`` without these channels: rules (a) and (b), by forward hooks."""
     copy = deepcopy(model)
-    for name, gone in _everything_zero(model, example, channels, norms).items():
+    for name, gone in _settle(model, example, channels, norms)[0].items():
         if gone.any():
             module = copy.get_submodule(name)
             module.register_forward_hook(_zeroing(_axis(module), gone.nonzero().flatten()))
@@ -38,9 +38,12 @@ def removed(model: nn.Module, example: Any, channels: Channels, norms: Norms) ->
 
 
 def zero_inputs(model: nn.Module, example: Any, channels: Channels, norms: Norms) -> Zeros:
-    """For every layer and norm: the channels of its input that are always zero because of the removal."""
-    zero = _everything_zero(model, example, channels, norms)
-    return _because(_probe(model, example, zero)[0], _probe(model, example, {})[0])
+    """For every layer and norm: the channels of its input that are always zero because of the removal.
+
+    (Of a layer's own norm, those that are removed behind it: it has no use for them.)
+    """
+    zero, inputs = _settle(model, example, channels, norms)
+    return {n: z | zero[n] if n in zero and n not in channels else z for n, z in inputs.items()}
 
 
 def _zeroing(axis: int, gone: Tensor) -> Any:
@@ -50,19 +53,19 @@ def _zeroing(axis: int, gone: Tensor) -> Any:
 # --- which outputs are zero
 
 
-def _everything_zero(model: nn.Module, example: Any, channels: Channels, norms: Norms) -> Zeros:
-    """Rule (a), then rule (b) until nothing changes: module -> the channels of its output that are set to zero."""
+def _settle(model: nn.Module, example: Any, channels: Channels, norms: Norms) -> tuple[Zeros, Zeros]:
+    """Rule (a), then rule (b) until nothing changes: per module, the zeros of its output and those of its input."""
     given = _by_mask(model, channels, norms)
     before, calls = _probe(model, example, {})
     zero = given
     while True:
-        dead = _because(_probe(model, example, zero)[0], before)
-        dead = {n: z for n, z in dead.items() if isinstance(model.get_submodule(n), NORMS) and calls[n] == 1}
-        both = {n: z.clone() for n, z in given.items()}
-        for name, z in dead.items():
-            both[name] = both[name] | z if name in both else z
+        inputs = _because(_probe(model, example, zero)[0], before)
+        both = dict(given)
+        for name, z in inputs.items():
+            if isinstance(model.get_submodule(name), NORMS) and calls[name] == 1:
+                both[name] = both[name] | z if name in both else z
         if _equal(both, zero):
-            return zero
+            return zero, inputs
         zero = both
 
 
@@ -79,7 +82,7 @@ def _by_mask(model: nn.Module, channels: Channels, norms: Norms) -> Zeros:
 
 def _because(after: Zeros, before: Zeros) -> Zeros:
     """Zero after the removal, and not without it (a padded channel, a parameter that is zero)."""
-    return {name: z & ~before[name] for name, z in after.items()}
+    return {name: z & ~before[name] if name in before else z for name, z in after.items()}
 
 
 def _equal(a: Zeros, b: Zeros) -> bool:
@@ -100,8 +103,8 @@ def _probe(model: nn.Module, example: Any, zero: Zeros) -> tuple[Zeros, dict[str
     calls: dict[str, int] = {}
     generator = torch.Generator().manual_seed(0)
     for training in (False, True):
+        copy = deepcopy(model).train(training)
         for number in range(NOISES):
-            copy = deepcopy(model).train(training)
             seen: dict[str, list[Tensor]] = {}
             with _noise(copy, zero, number, generator, seen), torch.random.fork_rng(devices=[]):
                 _run(copy, example)
@@ -125,12 +128,12 @@ def _noise(
             gone = zero.get(name, torch.zeros(output.shape[_axis(module)], dtype=torch.bool))
             if _passes_zeros(module):
                 gone = gone | silent.repeat_interleave(len(gone) // len(silent))
-            noise = _values(output, number, generator)
+            noise = _values(output, number, generator) if _is_known(module) else output
             return noise.index_fill(_axis(module), gone.nonzero().flatten(), 0)
 
         return hook
 
-    handles = [m.register_forward_hook(hook_for(n)) for n, m in model.named_modules() if _is_known(m)]
+    handles = [m.register_forward_hook(hook_for(n)) for n, m in model.named_modules() if n in zero or _is_known(m)]
     try:
         yield
     finally:
@@ -148,7 +151,7 @@ def _values(like: Tensor, number: int, generator: torch.Generator) -> Tensor:
 
 
 def _zero_channels(x: Tensor, axis: int) -> Tensor:
-    return (x == 0).movedim(axis, 0).flatten(1).all(1)
+    return (x == 0).movedim(axis, 0).reshape(x.shape[axis], -1).all(1)
 
 
 def _run(model: nn.Module, example: Any) -> Any:

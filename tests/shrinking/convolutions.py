@@ -32,6 +32,27 @@ class InvertedResidual(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class MobileNetV3(nn.Module):
+    """Depthwise filters, squeeze and excitation, hard activations, a skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.Hardswish())
+        self.expand = nn.Sequential(nn.Conv2d(4, 8, 1, bias=False), nn.BatchNorm2d(8), nn.Hardswish())
+        self.filter = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False), nn.BatchNorm2d(8))
+        self.squeeze = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 4, 1), nn.ReLU(inplace=True), nn.Conv2d(4, 8, 1), nn.Hardsigmoid()
+        )
+        self.project = nn.Sequential(nn.Conv2d(8, 4, 1, bias=False), nn.BatchNorm2d(4))
+        self.classifier = nn.Sequential(nn.Linear(4, 6), nn.Hardswish(), nn.Dropout(0.2), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        out = F.hardswish(self.filter(self.expand(x)))
+        out = self.project(self.squeeze(out) * out)
+        return self.classifier((x + out).mean((2, 3)))
+
+
 class DepthwiseBias(nn.Module):
     """A depthwise filter with a bias: a removed channel in front of it comes out as that bias."""
 
@@ -221,6 +242,20 @@ RECIPES: dict[str, Recipe] = {
         ],
         frees=[("conv.0", "conv.3"), ("conv.3", "conv.0")],
         whole="conv.6 conv.3",
+    ),
+    "mobilenet-v3": Recipe(
+        MobileNetV3,
+        (3, 4, 4),
+        "stem.0>stem.1 expand.0>expand.1 filter.0>filter.1 squeeze.1 squeeze.3 project.0>project.1 classifier.0",
+        narrows=[
+            ("filter.0", "expand.0"),
+            ("squeeze.1", "expand.0"),
+            ("project.0", "filter.0"),
+            ("expand.0", "stem.0 project.0"),
+            ("classifier.0", "stem.0 project.0"),
+        ],
+        frees=[("squeeze.3", "expand.0"), ("expand.0", "filter.0")],
+        whole="project.0 squeeze.1 squeeze.3",
     ),
     # Channel 1 of the pointwise layer comes out of the depthwise one as a constant: its rows go, zeros are put back.
     "depthwise-bias": Recipe(

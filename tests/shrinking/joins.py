@@ -314,7 +314,7 @@ RECIPES: dict[str, Recipe] = {
             ("norm", "layers.1.conv2"),
             ("classifier", "transition"),
         ],
-        whole="conv0 layers.0.conv2 layers.0.conv1 layers.1.conv2",
+        whole="layers.0.conv2 layers.0.conv1 layers.1.conv2",
     ),
     "inception": Recipe(
         Inception,

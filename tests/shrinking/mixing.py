@@ -189,9 +189,10 @@ RECIPES: dict[str, Recipe] = {
     "softmax-channels": Recipe(SoftmaxChannels, (3, 4, 4), LAYERS, narrows=[HEAD]),
     "cumsum": Recipe(Cumulative, (3, 4, 4), LAYERS, narrows=[HEAD]),
     "normalise": Recipe(Normalise, (3, 4, 4), LAYERS, narrows=[HEAD]),
-    # The only channel of "attend" cannot go; without it every pixel weighs 0.5.
+    # Without the only channel of "attend" every pixel weighs 0.5.
     "spatial-attention": Recipe(
-        SpatialAttention, (3, 4, 4), "conv1 attend conv2", narrows=[HEAD], by={"attend": [0]}, whole="attend"
+        SpatialAttention, (3, 4, 4), "conv1 attend conv2", narrows=[HEAD], by={"attend": [0]}, fixed="attend",
+        whole="attend",
     ),
     "maxout": Recipe(Maxout, (3, 4, 4), LAYERS, narrows=[("conv2", {"conv1": [2, 3]}), HEAD]),
     "glu": Recipe(Gated, (3, 4, 4), LAYERS, narrows=[("conv2", {"conv1": [1, 5]}), HEAD]),
@@ -200,9 +201,9 @@ RECIPES: dict[str, Recipe] = {
     "gram": Recipe(Gram, (3, 4, 4), "conv fc", narrows=[("fc", "conv"), ("head", "fc")]),
     "film": Recipe(
         Film, (2, 4, 4), "film conv>bn mix", narrows=[("mix", {"conv": [1], "film": [1, 5]}), ("head", "mix")],
-        whole="conv film",
+        whole="conv",
     ),
     "dynamic-filter": Recipe(DynamicFilter, (2, 4, 4), "write conv"),
     "recurrent": Recipe(Recurrent, (3, 5), "conv fc", narrows=[("head", "fc")]),
-    "bilinear": Recipe(Bilinear, (4,), "left right", whole="left right"),
+    "bilinear": Recipe(Bilinear, (4,), "left right"),
 }  # fmt: skip

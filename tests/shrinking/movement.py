@@ -169,8 +169,9 @@ class InPlaceAdd(Between):
         self.side = nn.Conv2d(8, 2, 1)
 
     def move(self, x: Tensor) -> Tensor:
+        side = self.side(x)
         x = x * 1.5
-        x[:, :2] += self.side(x)
+        x[:, :2] += side
         return x
 
 

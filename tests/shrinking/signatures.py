@@ -131,7 +131,6 @@ RECIPES: dict[str, Recipe] = {
         graph,
         "message update",
         narrows=[("update", "message"), ("part", "message"), ("score", "update")],
-        whole="update",
     ),
     "pyramid": Recipe(
         Pyramid,

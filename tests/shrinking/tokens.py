@@ -105,7 +105,8 @@ class VisionTransformer(nn.Module):
         x = self.patch(x).flatten(2).transpose(1, 2)
         x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1) + self.pos_embed
         x = x + self.gamma * self.fc2(F.gelu(self.fc1(x)))
-        return self.head(self.norm(x)[:, 0])
+        x = self.norm(x)
+        return self.head(x[:, 0] + x[:, 1:].mean(1))
 
 
 class Mixer(nn.Module):
@@ -206,7 +207,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     # The class token and the positions are always there: no channel of the stream is zero.
     "vision-transformer": Recipe(
-        VisionTransformer, (3, 4, 4), "patch fc1 fc2", narrows=[("fc2", "fc1")], whole="patch fc2"
+        VisionTransformer, (3, 4, 4), "patch fc1 fc2", narrows=[("fc2", "fc1")], whole="fc2"
     ),
     "mixer": Recipe(
         Mixer,

@@ -20,6 +20,7 @@ from sosp.flow.layout import Layout, solve
 from sosp.flow.tracer import Tracer
 from sosp.flow.plan import plan
 from sosp.flow.twin import few, meta_copy, on_device, quiet, rows, tensors_of
+from sosp.layers import is_norm
 from sosp.preserve import layer_by_layer, refuse_uninitialised, same_random_numbers
 
 MODES = ("eval", "train")
@@ -56,6 +57,7 @@ class Flow:
     parameters: dict[str, tuple[int, ...]]  # name -> shape
     untraced: dict[str, str]  # mode -> why the network could not be followed in it
     real: bool  # traced with real numbers, because the network does not run without
+    norms: frozenset[str]  # the norms of single channels
     classes: Ids = field(init=False)
     _pins: Ids | None = None
 
@@ -93,12 +95,12 @@ class Flow:
         for name, cuts in self.graph.calls.items():
             if name in layers:
                 cut = cuts[0]
-                follower = self._behind.get(name)
+                follower = self.behind.get(name)
                 found[name] = np.unique(self.classes[(follower or cut).out])
         return found
 
     @property
-    def _behind(self) -> dict[str, Cut]:
+    def behind(self) -> dict[str, Cut]:
         """Layer -> the norm whose input is its output."""
         by_input = {
             tuple(c.through.tolist()): c for cuts in self.graph.calls.values() for c in cuts if c.through is not None
@@ -170,6 +172,29 @@ class Flow:
                 found[name] = np.logical_and.reduce(seen)
         return {n: torch.from_numpy(np.flatnonzero(dead)) for n, dead in found.items() if dead.any()}
 
+    def coupled(self) -> tuple[Ids, np.ndarray]:
+        """(values,) what goes together if nothing is to be scattered, and (values,) whether it can go at all.
+
+        Tied are the two sides of a module (its channels), the channels of a group of a convolution, and what has to
+        stay a box: along its shorter axes.
+        """
+        ties = [(c.into, c.out) for cuts in self.graph.calls.values() for c in cuts]
+        for d in self.graph.dense.values():
+            if d.groups > 1:
+                members = np.concatenate([d.out.reshape(d.groups, -1), d.into[0].reshape(d.groups, -1)], axis=1)
+                ties.append((np.repeat(members[:, 0], members.shape[1]), members.reshape(-1)))
+        together = self.graph.classes(ties)
+        for box in self.graph.boxes:
+            core = together[box.core.numpy()]
+            longest = int(np.argmax(core.shape))
+            rows = np.moveaxis(core, longest, 0).reshape(core.shape[longest], -1)
+            if len(np.unique(rows[:, 0])) > 1:  # several channels along the longest axis
+                ties.append((np.repeat(rows[:, 0], rows.shape[1]), rows.reshape(-1)))
+        together = self.graph.classes(ties)
+        held = np.zeros(self.graph.count, dtype=bool)
+        held[together[self.pins]] = True
+        return together, ~held[together]
+
     def layout(self, removed: Mapping[str, np.ndarray]) -> Layout:
         """What stays when these module outputs are set to zero."""
         return solve(self.graph, self.classes, self.pins, removed)
@@ -209,7 +234,8 @@ def _trace(model: nn.Module, inputs: Any, real: bool) -> Flow:
                 raise
             untraced[mode] = f"{type(error).__name__}: {error}"
     _norms_called_twice(graph)
-    return Flow(graph, {n: tuple(p.shape) for n, p in model.named_parameters()}, untraced, real)
+    norms = frozenset(n for n in graph.calls if is_norm(model.get_submodule(n)))
+    return Flow(graph, {n: tuple(p.shape) for n, p in model.named_parameters()}, untraced, real, norms)
 
 
 def _many(flow: Flow) -> dict[str, np.ndarray]:

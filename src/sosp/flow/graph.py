@@ -26,6 +26,14 @@ class Combine:
     kills: tuple[bool, ...]
     all: bool
 
+    def zero(self, parts: list[np.ndarray]) -> np.ndarray:
+        """(n,) from (n,) per operand."""
+        gone = np.logical_and.reduce(parts) if self.all else np.zeros(len(self.out), dtype=bool)
+        for part, kills in zip(parts, self.kills, strict=True):
+            if kills:
+                gone = gone | part
+        return gone
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -155,12 +163,7 @@ class Graph:
             if isinstance(step, Cut):
                 zero[step.out] = zero[step.into] | step.forced(removed.get(step.module), zero)
                 continue
-            parts = [zero[x].all(axis=1) for x in step.operands]
-            gone = np.logical_and.reduce(parts) if step.all else np.zeros(len(step.out), dtype=bool)
-            for part, kills in zip(parts, step.kills, strict=True):
-                if kills:
-                    gone = gone | part
-            zero[step.out] = gone
+            zero[step.out] = step.zero([zero[x].all(axis=1) for x in step.operands])
         return zero
 
 

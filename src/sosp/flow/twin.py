@@ -47,14 +47,14 @@ def rows(inputs: Any) -> int:
     return next((x.shape[0] for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()), 1) or 1
 
 
-def few(example: Any) -> Any:
-    """Two rows of the example, if it can be cut: batch norms in train mode need more than one."""
+def few(example: Any, most: int = 2) -> Any:
+    """The first rows of the example, two at least (batch norms in train mode need more than one)."""
     count = rows(example)
-    return tree_map(lambda x: _two(x) if isinstance(x, Tensor) and x.dim() and x.shape[0] == count else x, example)
+    return tree_map(lambda x: _cut(x, most) if isinstance(x, Tensor) and x.dim() and x.shape[0] == count else x, example)
 
 
-def _two(x: Tensor) -> Tensor:
-    return x[:2] if x.shape[0] > 1 else torch.cat([x, x])
+def _cut(x: Tensor, most: int) -> Tensor:
+    return x[:most] if x.shape[0] > 1 else torch.cat([x, x])
 
 
 def on_device(inputs: Any, real: bool) -> Any:

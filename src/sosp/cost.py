@@ -1,0 +1,187 @@
+"""What a network costs: parameters and multiply-accumulates, layer by layer, as it is and under a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from sosp.errors import one_of
+from sosp.flow import Flow, trace
+from sosp.flow.graph import ZERO, Cut, Dense
+from sosp.flow.layout import Layout
+from sosp.flow.plan import plan
+from sosp.mask import Mask, check_mask
+
+CONVENTIONS = ("exact", "alternative")
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One module: its own parameters, and the multiply-accumulates of one example in it."""
+
+    name: str
+    params: int
+    macs: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A network's parameters and MACs (convolutions and linear layers) for one example."""
+
+    params: int
+    macs: int
+    layers: tuple[LayerCost, ...]
+
+    def __repr__(self) -> str:
+        return f"Cost({self.params:,} parameters, {self.macs:,} MACs)"
+
+    def __str__(self) -> str:
+        """A line per module."""
+        width = max((len(layer.name) for layer in self.layers), default=0)
+        lines = [repr(self)]
+        lines += [f"  {layer.name:<{width}}  {layer.params:>12,}  {layer.macs:>15,}" for layer in self.layers]
+        return "\n".join(lines)
+
+
+def count(model: nn.Module, example: Any, mask: Mask | None = None, *, convention: str = "exact") -> Cost:
+    """Parameters and MACs of ``model``, or of what ``sosp.shrink(model, mask, example)`` makes of it.
+
+    ``convention``: ``"exact"`` counts the network that is built; a channel of a stream goes only if it is dead in
+    every branch that feeds it. ``"alternative"`` takes as the inputs of a layer the outputs of the layer before it in
+    the chain, as if the skips were adapted (the paper's App. D): fewer, comparable with papers that count so, and
+    equal for a network without a mask.
+    """
+    one_of("convention", convention, CONVENTIONS)
+    flow = trace(model, example)
+    if mask is None:
+        return cost_of(flow, _whole(flow))
+    check_mask(model, mask)
+    removed = flow.removed(mask.removed, {layer.name: layer.norms for layer in mask.layers})
+    if convention == "alternative":
+        return alternative(flow, removed)
+    layout, _ = plan(model, flow, removed, example)
+    return cost_of(flow, layout)
+
+
+def _whole(flow: Flow) -> Layout:
+    ones = np.ones(flow.graph.count, dtype=np.int64)
+    return Layout(ones, ones == 0, ones == 1, frozenset())
+
+
+def cost_of(flow: Flow, layout: Layout) -> Cost:
+    """The cost of the network that keeps this."""
+    counts = layout.counts
+    gone = _gone(flow, layout)
+    params = {n: 0 if n.rpartition(".")[0] in gone else prod(shape) for n, shape in flow.parameters.items()}
+    macs: dict[str, int] = {}
+    for s in flow.graph.slices.values():
+        if params.get(s.name) and s.name not in flow.graph.dense:
+            params[s.name] = params[s.name] // len(s.ids) * int(counts[s.ids].sum())
+    for d in flow.graph.dense.values():
+        elements = 0 if d.weight in layout.emptied else _elements(d, counts)
+        if d.weight in params:
+            params[d.weight] = elements
+        macs[d.module] = macs.get(d.module, 0) + round(elements * d.positions.get("eval", 0.0))
+    return _cost(params, macs)
+
+
+def _gone(flow: Flow, layout: Layout) -> set[str]:
+    """Modules of which nothing is left: emptied layers, and the norms that nothing needs."""
+    emptied = {d.module for d in flow.graph.dense.values() if d.weight in layout.emptied}
+    norms = flow.norms
+    return emptied | {n for n in norms if not layout.needed[flow.graph.calls[n][0].given].any()}
+
+
+def _elements(d: Dense, counts: np.ndarray) -> int:
+    """rows x columns / groups x kernel."""
+    rows, columns = int(counts[d.out].sum()), int(counts[d.into[0]].sum())
+    groups = int(counts[d.out].reshape(d.groups, -1).any(axis=1).sum())
+    return rows * columns // max(groups, 1) * d.kernel
+
+
+def _cost(params: Mapping[str, int], macs: Mapping[str, int]) -> Cost:
+    owners: dict[str, int] = {}
+    for name, number in params.items():
+        path = name.rpartition(".")[0]
+        owners[path] = owners.get(path, 0) + number
+    for name in macs:
+        owners.setdefault(name, 0)
+    layers = tuple(LayerCost(n, p, macs.get(n, 0)) for n, p in owners.items())
+    return Cost(sum(owners.values()), sum(macs.values()), layers)
+
+
+# App. D's approximate count -------------------------------------------------------------------------------------------
+
+
+def alternative(flow: Flow, removed: Mapping[str, np.ndarray]) -> Cost:
+    """Every layer reads what the layer before it in the chain gives; the skips are cut to fit.
+
+    At an add the operand with the most layers behind it counts alone. A layer on the skip (a downsampling layer)
+    gives as many channels as leave the add.
+    """
+    zero, skips = _chain(flow, removed)
+    exact = flow.layout(removed)
+    counts = (~zero).astype(np.int64)
+    params = {n: prod(shape) for n, shape in flow.parameters.items()}
+    macs: dict[str, int] = {}
+    given = {name: cuts[-1] for name, cuts in flow.graph.calls.items()}
+    widths: dict[str, int] = {}  # module -> channels that leave it
+    for name, cut in given.items():
+        behind = flow.behind.get(name, cut)
+        widths[name] = skips.get(behind.module, int(counts[behind.out].sum()))
+    for d in flow.graph.dense.values():
+        # Never more than what is built: a filter that nothing reads goes in either count.
+        rows = min(widths.get(d.module, len(d.out)), int(exact.counts[d.out].sum()))
+        columns = min(max(int(counts[into].sum()) for into in d.into), int(exact.counts[d.into[0]].sum()))
+        groups = max(1, round(d.groups * min(rows / len(d.out), columns / len(d.into[0])))) if d.groups > 1 else 1
+        elements = 0 if d.weight in exact.emptied else rows * columns // groups * d.kernel
+        if d.weight in params:
+            params[d.weight] = elements
+        if d.bias in params:
+            params[d.bias] = rows
+        macs[d.module] = macs.get(d.module, 0) + round(elements * d.positions.get("eval", 0.0))
+    for name in flow.norms:
+        whole = len(given[name].given)
+        width = min(skips.get(name, int(counts[given[name].out].sum())), int(exact.counts[given[name].given].sum()))
+        for n in params:
+            if n.rpartition(".")[0] == name:
+                params[n] = params[n] // whole * width
+    return _cost(params, macs)
+
+
+def _chain(flow: Flow, removed: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, int]]:
+    """(values,) which are zero when only the deepest operand of an add counts; and skip module -> its width."""
+    graph = flow.graph
+    zero = np.zeros(graph.count, dtype=bool)
+    zero[ZERO] = True
+    depth = np.zeros(graph.count, dtype=np.int64)  # layers on the way to a value
+    layers = {d.module: d for d in graph.dense.values()}
+    origin: dict[int, str] = {}  # first value of a cut -> its module
+    read = {int(into[0]) for d in graph.dense.values() for into in d.into}
+    skips: dict[str, int] = {}
+    for step in graph.steps:
+        if isinstance(step, Cut):
+            zero[step.out] = zero[step.into] | step.forced(removed.get(step.module), zero)
+            layer = layers.get(step.module)
+            before = layer.into if layer else [step.through if step.through is not None else step.given]
+            depth[step.out] = max(int(depth[ids].max(initial=0)) for ids in before) + (layer is not None)
+            origin[int(step.out[0])] = step.module
+            continue
+        parts = [zero[x].all(axis=1) for x in step.operands]
+        depths = [int(depth[x].max(initial=0)) for x in step.operands]
+        depth[step.out] = max(depths)
+        if not step.all or len(parts) < 2 or any(step.kills):
+            zero[step.out] = step.zero(parts)
+            continue
+        main = int(np.argmax(depths))
+        zero[step.out] = parts[main]
+        for k, x in enumerate(step.operands):
+            module = origin.get(int(x[0, 0]))
+            if k != main and module is not None and int(x[0, 0]) not in read:
+                skips[module] = int((~zero[step.out]).sum())
+    return zero, skips

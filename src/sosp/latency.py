@@ -1,0 +1,98 @@
+"""How long a network takes for one call: warm-up, the median and the spread of many, several networks in one run."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from sosp.data import call
+from sosp.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds for one call on one device."""
+
+    median: float
+    low: float  # the 10th percentile
+    high: float  # the 90th
+    runs: int
+    device: str
+
+    def __str__(self) -> str:
+        return f"{1e3 * self.median:.3g} ms ({1e3 * self.low:.3g} to {1e3 * self.high:.3g}, {self.runs} runs, {self.device})"
+
+
+def latency(
+    model: nn.Module | Mapping[str, nn.Module],
+    example: Any,
+    *,
+    device: torch.device | str | None = None,
+    runs: int = 30,
+    warmup: int = 5,
+) -> Any:
+    """The time of one call of ``model`` on ``example`` in eval mode, without gradients.
+
+    Give several networks as a dict, ``{"before": model, "after": small}``, to compare them: their calls take turns, so
+    that what disturbs one disturbs the others alike, and the result is a dict of the same names. ``device``: where to
+    run (copies are moved there); where the model is, if nothing is said. On a GPU, the GPU's own clock is read.
+    """
+    for name, value in (("runs", runs), ("warmup", warmup)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < (name == "runs"):
+            raise ArgumentError(f"{name}={value!r} must be a whole number" + (", one at least." if name == "runs" else "."))
+    models = dict(model) if isinstance(model, Mapping) else {"": model}
+    if not models or not all(isinstance(m, nn.Module) for m in models.values()):
+        raise ArgumentError("latency takes a module, or a dict of names and modules.")
+    where = torch.device(device) if device is not None else _home(next(iter(models.values())))
+    calls = {name: _prepared(m, example, where) for name, m in models.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    with torch.inference_mode():
+        for run in range(warmup + runs):
+            for name, once in calls.items():
+                seconds = once()
+                if run >= warmup:
+                    times[name].append(seconds)
+    found = {name: _summary(t, str(where)) for name, t in times.items()}
+    return found if isinstance(model, Mapping) else found[""]
+
+
+def _home(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _prepared(model: nn.Module, example: Any, where: torch.device) -> Callable[[], float]:
+    """One timed call of a copy in eval mode (of the model itself, where it is compiled: copies lose that)."""
+    twin = model if hasattr(model, "_orig_mod") else copy.deepcopy(model)
+    twin = twin.eval().to(where)
+    inputs = tree_map(lambda x: x.to(where) if isinstance(x, Tensor) else x, example)
+    return lambda: (_on_gpu if where.type == "cuda" else _on_cpu)(lambda: call(twin, inputs))
+
+
+def _on_cpu(once: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    once()
+    return time.perf_counter() - start
+
+
+def _on_gpu(once: Callable[[], Any]) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    once()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / 1e3
+
+
+def _summary(times: list[float], device: str) -> Latency:
+    ordered = sorted(times)
+    last = len(ordered) - 1
+    return Latency(median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered), device)

@@ -1,0 +1,104 @@
+"""Compare a smaller network with the masked one it stands for, on the example, before anybody relies on it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from sosp.data import call, copies
+from sosp.errors import SurgeryError
+from sosp.flow.tracer import DROPOUTS, name_of
+from sosp.flow.twin import few, quiet, tensors_of
+
+# Rounding differs when sums have fewer terms; beyond this it is looked at again in double precision.
+SUSPECT = {torch.float64: 1e-11, torch.float32: 1e-5}
+WRONG = 1e-7  # of the largest output, in double precision
+ROWS = 8  # of the example are looked at
+
+
+class NoDropout(TorchFunctionMode):
+    """Dropout would draw other numbers for fewer channels."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if name_of(func) in DROPOUTS:
+            return args[0]
+        kwargs = {**(kwargs or {}), **({"dropout_p": 0.0} if "dropout_p" in (kwargs or {}) else {})}
+        return func(*args, **kwargs)
+
+
+def check_same(small: nn.Module, masked: nn.Module, example: Any, modes: tuple[str, ...]) -> None:
+    """Refuse a small network that does not give what the masked one gives, in eval and in train mode."""
+    inputs = few(example, ROWS)
+    for mode in modes:
+        if difference(small, masked, inputs, mode) > _suspect(masked):
+            _look_again(small, masked, inputs, mode)
+
+
+def _look_again(small: nn.Module, masked: nn.Module, inputs: Any, mode: str) -> None:
+    """In double precision, and beside what a change of the last digits does to the masked network itself."""
+    inputs = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
+    try:
+        theirs = copy.deepcopy(masked).double()
+        found = difference(copy.deepcopy(small).double(), theirs, inputs, mode)
+        noise = difference(_shaken(theirs), theirs, inputs, mode)
+    except RuntimeError as error:
+        warnings.warn(f"the smaller network could not be verified in {mode} mode: {error}", stacklevel=4)
+        return
+    if not found <= max(WRONG, 1000 * noise):
+        raise SurgeryError(
+            f"the smaller network differs from the masked one by {found:.1e} of the largest output in {mode} mode. "
+            "This is a defect of sosp: please report it, with the network. Until then exclude the layers involved "
+            "(print(sosp.trace(model, example)) lists them), or use sosp.masked."
+        )
+
+
+@torch.no_grad()
+def _shaken(model: nn.Module) -> nn.Module:
+    """A copy whose parameters differ in their last digits."""
+    twin = copy.deepcopy(model)
+    for p in twin.parameters():
+        if p.is_floating_point():
+            p.mul_(1 + 1e-15 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0), dtype=p.dtype).to(p.device))
+    return twin
+
+
+def _suspect(model: nn.Module) -> float:
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return SUSPECT.get(dtype, 1e-2)
+
+
+def difference(small: nn.Module, masked: nn.Module, inputs: Any, mode: str) -> float:
+    """The largest difference of an output, relative to its largest magnitude; 0 where chance decides anyway."""
+    ours, theirs = (outputs(m, inputs, mode, 0) for m in (small, masked))
+    if mode == "train" and _largest(theirs, outputs(masked, inputs, mode, 1)) > 0:
+        return 0.0  # stochastic depth and the like: two runs of one network differ as well
+    return _largest(ours, theirs)
+
+
+def outputs(model: nn.Module, inputs: Any, mode: str, seed: int) -> list[Tensor]:
+    """What a copy of the model gives: batch norms learn in train mode."""
+    twin = copy.deepcopy(model).train(mode == "train")
+    with quiet(), NoDropout():
+        torch.manual_seed(seed)
+        return [x.double() for x in tensors_of(call(twin, copies(inputs))) if x.is_floating_point()]
+
+
+def _largest(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    if [x.shape for x in ours] != [x.shape for x in theirs]:
+        return float("inf")
+    found = 0.0
+    for a, b in zip(ours, theirs, strict=True):
+        if b.numel() and not torch.equal(a, b):
+            finite = torch.isfinite(b)
+            if not torch.equal(torch.isfinite(a), finite):
+                return float("inf")
+            scale = b[finite].abs().max().item() if bool(finite.any()) else 0.0
+            gap = (a - b)[finite].abs().max().item() if bool(finite.any()) else 0.0
+            found = max(found, gap / scale if scale else float(gap > 0))
+    return found
