@@ -107,7 +107,9 @@ def cover(chosen: list[str], tools: list[str], args: argparse.Namespace) -> None
 def brief(found: Record) -> str:
     """A line for the terminal."""
     keys = ("trace", "shrink", "seconds", "left", "whole", "eval", "train", "train_noise", "runs", "at", "error")
-    return ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k in keys if (v := found.get(k)) is not None)
+    return ", ".join(
+        f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k in keys if (v := found.get(k)) is not None
+    )
 
 
 def versions() -> dict[str, str]:

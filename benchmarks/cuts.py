@@ -12,8 +12,6 @@ import sys
 import time
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +81,9 @@ def ours(network: Network) -> None:
     small = sosp.shrink(model, mask, example, verify=False)
     say(shrink=time.perf_counter() - clock, left=parameters(small) / parameters(model), at="compare")
     gone = sum(map(len, mask.removed.values())) / sum(layer.channels for layer in mask.layers)
-    say(removed=gone, **lost_nothing(model, small, list(mask.removed)), **_macs(sosp, model, small, example))
+    say(removed=gone, **lost_nothing(model, small, list(mask.removed)))
     compare(model, sosp.masked(model, mask), small, example)
+    count(sosp, model, mask, example)
 
 
 def _trace(sosp: Any) -> Any:
@@ -107,11 +106,12 @@ def random_channels(structures: Any) -> dict[str, list[int]]:
 
 
 def _pinned(flow: Any) -> dict[str, Any]:
-    """How many layers cannot lose a channel, and the reason given most often."""
-    pinned = getattr(flow, "pinned", None)
-    if not isinstance(pinned, Mapping) or not pinned:
-        return {"pinned": 0} if isinstance(pinned, Mapping) else {}
-    return {"pinned": len(pinned), "reason": Counter(map(str, pinned.values())).most_common(1)[0][0]}
+    """How many layers have channels that cannot go, and the lines of code that hold most of them."""
+    if not hasattr(flow, "pinned"):
+        return {}
+    held = sorted((p for p in flow.pinned if p.op != "return"), key=lambda p: -len(p.layers))
+    reasons = [{"op": p.op, "where": p.where, "why": p.why, "layers": len(p.layers)} for p in held[:5]]
+    return {"pinned": len({n for p in held for n in p.layers}), "reasons": reasons}
 
 
 def lost_nothing(model: nn.Module, small: nn.Module, layers: list[str]) -> dict[str, Any]:
@@ -121,9 +121,11 @@ def lost_nothing(model: nn.Module, small: nn.Module, layers: list[str]) -> dict[
     return {"whole": len(same), "first_whole": same[:5]}
 
 
-def _macs(sosp: Any, model: nn.Module, small: nn.Module, example: Any) -> dict[str, Any]:
-    count = getattr(sosp, "count", None)
-    return {} if count is None else {"macs_left": count(small, example).macs / count(model, example).macs}
+def count(sosp: Any, model: nn.Module, mask: Any, example: Any) -> None:
+    """The MACs left, and the parameters that ``sosp.count`` says are left."""
+    if hasattr(sosp, "count"):
+        before, after = sosp.count(model, example), sosp.count(model, example, mask)
+        say(macs_left=after.macs / before.macs, counted_left=after.params / before.params, at="end")
 
 
 def compare(model: nn.Module, masked: nn.Module, small: nn.Module, example: Any) -> None:
@@ -132,7 +134,7 @@ def compare(model: nn.Module, masked: nn.Module, small: nn.Module, example: Any)
     for mode in ("eval", "train"):
         wanted = run(masked, example, mode)
         say(**{f"{mode}_noise": difference(wanted, run(masked, rounded(example), mode)), "at": f"{mode} forward"})
-        say(**{mode: difference(wanted, run(small, example, mode)), "at": "end"})
+        say(**{mode: difference(wanted, run(small, example, mode)), "at": "count"})
 
 
 def rounded(example: Any) -> Any:
@@ -158,6 +160,7 @@ def theirs(network: Network) -> None:
     pruner = tp.pruner.BasePruner(
         model, network.example, importance=tp.importance.MagnitudeImportance(p=2), global_pruning=True,
         pruning_ratio=SHARE, ignored_layers=last_layers(network), num_heads=heads_of(model),
+        output_transform=lambda outputs: getattr(outputs, "logits", outputs),
     )  # fmt: skip
     say(at="cut")
     pruner.step()
@@ -223,7 +226,7 @@ def main(name: str, tool: str) -> None:
     network = build(name)
     first = next(network.model.parameters())
     size, dtype = parameters(network.model), str(first.dtype).removeprefix("torch.")
-    say(parameters=size, dtype=dtype, input=network.input, build=time.perf_counter() - clock, at="trace")
+    say(parameters=size, dtype=dtype, input=network.input, build=time.perf_counter() - clock, at="graph")
     try:
         TOOLS[tool](network)
     except Exception as error:

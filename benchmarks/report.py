@@ -83,8 +83,8 @@ def summary(records: list[Record]) -> list[str]:
     found = [r["sosp"] for r in records if "sosp" in r]
     good = [f for f in found if equal(f)]
     lines = [
-        f"- {len(found)} networks; {len(good)} of them compute after `sosp.shrink` what `sosp.masked` computes, in eval "
-        f"and in train mode; {sum(map(real, good))} of these lost a tenth of their parameters or more.",
+        f"- {len(found)} networks; {len(good)} of them compute after `sosp.shrink` what `sosp.masked` computes, in "
+        f"eval and in train mode; {sum(map(real, good))} of these lost a tenth of their parameters or more.",
         f"- `sosp.trace`: {spread(found, 'trace')}. `sosp.shrink`: {spread(found, 'shrink')}.",
     ]
     other = [r["torch-pruning"] for r in records if "torch-pruning" in r]
@@ -92,8 +92,8 @@ def summary(records: list[Record]) -> list[str]:
         count = {k: sum(theirs(f) == k for f in other) for k in ("runs", "does not run", "fails", "out of time")}
         real_ones = sum(theirs(f) == "runs" and real(f) for f in other)
         lines.append(
-            f"- Torch-Pruning, {len(other)} networks: {count['runs']} run afterwards ({real_ones} of these lost a tenth "
-            f"of their parameters or more), {count['does not run']} do not, {count['fails']} fail while being cut, "
+            f"- Torch-Pruning, {len(other)} networks: {count['runs']} run afterwards ({real_ones} of these lost a "
+            f"tenth of their parameters or more), {count['does not run']} do not, {count['fails']} fail while being cut, "
             f"{count['out of time']} ran out of time; {spread(other, 'seconds')}."
         )
     return lines

@@ -132,7 +132,7 @@ def _torchvision() -> Any:
     """torchvision.models, also where torchvision came without its compiled ops, which no classifier needs."""
     if not hasattr(torch.ops.torchvision, "nms"):
         try:
-            import torchvision  # noqa: F401
+            import torchvision
         except RuntimeError:
             library = torch.library.Library("torchvision", "DEF")
             for op in ("nms", "qnms"):

@@ -1689,10 +1689,13 @@ def values(name: str, x: Tensor, generator: torch.Generator) -> Tensor:
 # --- masks ----------------------------------------------------------------------------------------------
 
 
-def removal(model: nn.Module, inputs: Tensor, seed: int) -> dict[str, list[int]]:
+def removal(
+    model: nn.Module, inputs: Tensor, seed: int, structures: sosp.Structures | None = None
+) -> dict[str, list[int]]:
     """A random mask, layer by layer: from one channel of one layer to nearly everything."""
     dice = Dice(seed)
-    widths = {layer.name: layer.channels for layer in sosp.find_structures(model, inputs).layers}
+    structures = structures or sosp.find_structures(model, inputs)
+    widths = {layer.name: layer.channels for layer in structures.layers}
     ratio = dice.random.uniform(0.1, 0.9)
     form = dice.weighted({"anywhere": 30, "uneven": 20, "coupled": 20, "runs": 10, "one": 8, "layers": 6, "branch": 6})
     if form == "anywhere":

@@ -1,26 +1,36 @@
 """Second-order structured pruning: make trained networks smaller by what removing each structure does to the loss.
 
-structures = sosp.find_structures(model, example)          # what can be removed
+pruned = sosp.prune(model, data, macs=0.5)                 # all of it
+
+structures = sosp.find_structures(model, example)          # or step by step: what can be removed
 saliency = sosp.score(model, data, method="sosp-h")        # what removing it does to the loss
 mask = sosp.select(saliency, ratio=0.5)                    # what goes
-small = sosp.masked(model, mask)                           # the network without it
+small = sosp.shrink(model, mask, example)                  # the network without it
+sosp.save("small.safetensors", small, mask)
 """
 
 from sosp import errors
+from sosp.cost import Cost, count
 from sosp.criteria import METHODS, score
+from sosp.flow import Flow, trace
+from sosp.latency import Latency, latency
 from sosp.mask import Mask, masked
 from sosp.passes import SlowPathWarning
 from sosp.records import Layer, Saliency, Structures
 from sosp.selection import select
 from sosp.structures import downsampling, find_structures
 from sosp.surgery import shrink
+from sosp.widening import widen
 
 __version__ = "0.1.0"
 
 # In the order of the flow.
 __all__ = [
-    "find_structures", "downsampling", "Structures", "Layer",
+    "prune", "Pruned",
+    "trace", "Flow", "find_structures", "downsampling", "Structures", "Layer",
     "score", "METHODS", "Saliency", "SlowPathWarning",
     "select", "Mask", "masked",
+    "shrink", "widen", "count", "Cost", "latency", "Latency",
+    "save", "load",
     "errors", "__version__",
 ]  # fmt: skip

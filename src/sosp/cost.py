@@ -13,7 +13,7 @@ from torch import nn
 from sosp.errors import one_of
 from sosp.flow import Flow, trace
 from sosp.flow.graph import ZERO, Cut, Dense
-from sosp.flow.layout import Layout
+from sosp.flow.layout import Layout, whole
 from sosp.flow.plan import plan
 from sosp.mask import Mask, check_mask
 
@@ -59,7 +59,7 @@ def count(model: nn.Module, example: Any, mask: Mask | None = None, *, conventio
     one_of("convention", convention, CONVENTIONS)
     flow = trace(model, example)
     if mask is None:
-        return cost_of(flow, _whole(flow))
+        return whole_cost(flow)
     check_mask(model, mask)
     removed = flow.removed(mask.removed, {layer.name: layer.norms for layer in mask.layers})
     if convention == "alternative":
@@ -68,9 +68,9 @@ def count(model: nn.Module, example: Any, mask: Mask | None = None, *, conventio
     return cost_of(flow, layout)
 
 
-def _whole(flow: Flow) -> Layout:
-    ones = np.ones(flow.graph.count, dtype=np.int64)
-    return Layout(ones, ones == 0, ones == 1, frozenset())
+def whole_cost(flow: Flow) -> Cost:
+    """The cost of the network as it is."""
+    return cost_of(flow, whole(flow.graph.count))
 
 
 def cost_of(flow: Flow, layout: Layout) -> Cost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from sosp.errors import ArgumentError, DataError
+from sosp.preserve import same_random_numbers
 
 PAIR = 256  # examples per batch when the data is one pair of tensors
 
@@ -102,6 +104,22 @@ def read(data: Any, examples: int | None, generator: torch.Generator | None) -> 
             left -= chunk.size
             if left <= 0:
                 return
+
+
+def peek(data: Any, rows: int = 8) -> tuple[Any, Any]:
+    """Some inputs of the first batch, and data that still holds everything."""
+    if isinstance(data, Iterator):
+        head = next(data, None)
+        if head is None:
+            raise DataError("the data is empty.")
+        data = itertools.chain([head], data)
+        first = next(read([head], rows, None), None)
+    else:
+        with same_random_numbers():
+            first = next(iter(read(data, rows, None)), None)
+    if first is None:
+        raise DataError("the data is empty: there is not one example in it. Is the loader's dataset empty?")
+    return first.inputs, data
 
 
 def _chunks(data: Any, examples: int | None, generator: torch.Generator | None) -> Iterator[Chunk]:

@@ -40,6 +40,10 @@ class DisconnectedError(SospError, ValueError):
     """The mask would cut the network in two."""
 
 
+class CheckpointError(SospError, ValueError):
+    """A file that cannot be written, or that is not what was written, or not for this model."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1)

@@ -38,6 +38,7 @@ class Recipe:
 def apply(model: nn.Module, recipe: Recipe) -> None:
     """Do it, in place."""
     owners = _owners(model)
+    homes = {name: _device(model, name) for name in (*recipe.scatters, *recipe.gathers)}
     for name in {*recipe.slices, *recipe.grouped}:
         old = _tensor(model, name)
         new = old.detach()
@@ -55,9 +56,9 @@ def apply(model: nn.Module, recipe: Recipe) -> None:
     for name in recipe.passed:
         _exchange(model, name, nn.Identity())
     for name, placing in recipe.scatters.items():
-        _place(model.get_submodule(name), "scatter", placing)
+        _place(model.get_submodule(name), "scatter", placing, homes[name])
     for name, placing in recipe.gathers.items():
-        _place(model.get_submodule(name), "gather", placing)
+        _place(model.get_submodule(name), "gather", placing, homes[name])
     for module in model.modules():  # recurrent layers keep their weights in one block of memory
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
@@ -108,7 +109,13 @@ def _exchange(model: nn.Module, name: str, new: nn.Module) -> None:
                 module._modules[key] = new
 
 
-def _place(module: Any, role: str, placing: Placing | None) -> None:
+def _device(model: nn.Module, name: str) -> torch.device:
+    module = model.get_submodule(name)
+    tensors = [*module.parameters(), *module.buffers(), *model.parameters(), *model.buffers()]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _place(module: Any, role: str, placing: Placing | None, device: torch.device) -> None:
     """Put a scatter behind a module (a gather in front of it), in place of the one it has."""
     if placing is None:
         hooks = module._forward_hooks
@@ -116,7 +123,6 @@ def _place(module: Any, role: str, placing: Placing | None) -> None:
             del hooks[key]
         del module._modules[role]
         return
-    device = next((x.device for x in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
     present = role in module._modules
     module.add_module(role, Scatter(placing.index, placing.axis, placing.given).to(device))
     if present:

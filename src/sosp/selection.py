@@ -8,7 +8,7 @@ from math import floor
 import torch
 from torch import Tensor
 
-from sosp.cost import cost_of
+from sosp.cost import cost_of, whole_cost
 from sosp.errors import ArgumentError, DisconnectedError, one_of
 from sosp.mask import Mask
 from sosp.progress import track
@@ -84,7 +84,7 @@ def _within(structures: Structures, order: Tensor, what: str, limit: float, roun
     if structures.flow is None or structures.kind == "weights":
         raise ArgumentError(f"{what}= needs the channel flow of the network, which these structures do not have.")
     flow = structures.flow
-    whole = getattr(cost_of(flow, flow.layout({})), what)
+    whole = getattr(whole_cost(flow), what)
     target = limit * whole if limit <= 1 else limit
     places = {layer.name: layer.norms for layer in structures.layers}
 

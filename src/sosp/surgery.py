@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from sosp.flow import trace
+from sosp.cost import Cost, cost_of
+from sosp.errors import StructureError
+from sosp.flow import Flow, trace
 from sosp.flow.plan import plan
 from sosp.mask import Mask, check_mask, masked
 from sosp.recipe import Recipe, apply
@@ -15,15 +17,28 @@ from sosp.verify import check_same
 
 
 def shrink(model: nn.Module, mask: Mask, example: Any, *, verify: bool = True) -> nn.Module:
-    """A smaller copy of ``model`` that computes what ``sosp.masked(model, mask)`` computes."""
+    """A smaller copy of ``model`` that computes what ``sosp.masked(model, mask)`` computes, in eval and train mode.
+
+    Class, code and names stay the same; filters, neurons and the inputs they fed are physically gone. Where a layer
+    keeps fewer channels than the stream it feeds, a scatter puts them in place; a layer that lost all of them is
+    replaced by zeros without parameters. ``verify`` compares the two networks on the example.
+    """
     check_mask(model, mask)
-    flow = trace(model, example)
+    if mask.kind == "weights":
+        raise StructureError("single weights cannot be cut out of a layer: use sosp.masked, or kind='filters'.")
+    return shrink_along(model, mask, example, trace(model, example), verify=verify)[0]
+
+
+def shrink_along(
+    model: nn.Module, mask: Mask, example: Any, flow: Flow, *, verify: bool = True
+) -> tuple[nn.Module, Cost]:
+    """``shrink`` with the channel flow at hand, which may learn of more pins; and what the result costs."""
     removed = flow.removed(mask.removed, {layer.name: layer.norms for layer in mask.layers})
-    _, recipe = plan(model, flow, removed, example)
+    layout, recipe = plan(model, flow, removed, example)
     small = cooked(model, recipe)
     if verify:
-        check_same(small, masked(model, mask), example, tuple(m for m in flow.graph.records if m not in flow.untraced))
-    return small
+        check_same(small, masked(model, mask), example, flow.modes)
+    return small, cost_of(flow, layout)
 
 
 def cooked(model: nn.Module, recipe: Recipe) -> nn.Module:

@@ -13,6 +13,11 @@ from torch import Tensor, nn
 import sosp
 from shrinking.recipe import Case, Removal, run, tensors
 
+# The same sums of at most a few hundred terms with zeros left out: rounding of float64, 2e-16, times what batch
+# statistics of four examples amplify it by. float32 has 6e-8.
+EXACT = 1e-10
+SINGLE = 1e-5
+
 TRANSPOSED = nn.modules.conv._ConvTransposeNd
 CONV = nn.modules.conv._ConvNd
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
@@ -195,3 +200,14 @@ def loss_of(found: Sequence[Tensor]) -> Tensor:
         weights = torch.linspace(-1, 1.5, x.numel(), dtype=x.dtype, device=x.device).view(x.shape)
         total = total + (weights * x + 0.3 * x * x).sum()
     return total
+
+
+def check_close(mine: list[Tensor], theirs: list[Tensor], what: str, bound: float = EXACT) -> None:
+    worst = all_apart(mine, theirs)
+    assert worst < bound, what
+
+
+def check_both_modes(mine: nn.Module, theirs: nn.Module, example: Any, bound: float = EXACT) -> None:
+    for training in (False, True):
+        what = "train mode" if training else "eval mode"
+        check_close(outputs(mine, example, training), outputs(theirs, example, training), what, bound)

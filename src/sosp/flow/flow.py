@@ -65,6 +65,11 @@ class Flow:
         self.classes = self.graph.classes()
 
     @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes in which it was followed: ``eval`` and, if the network runs in it, ``train``."""
+        return tuple(m for m in self.graph.records if m not in self.untraced)
+
+    @property
     def pins(self) -> Ids:
         """All values that must stay."""
         if self._pins is None:
@@ -193,7 +198,16 @@ class Flow:
         together = self.graph.classes(ties)
         held = np.zeros(self.graph.count, dtype=bool)
         held[together[self.pins]] = True
+        held[together[self._constants()]] = True
         return together, ~held[together]
+
+    def _constants(self) -> Ids:
+        """Channels that a layer still reads when all that could feed them is gone: a zero became a constant."""
+        layers = {d.module for d in self.graph.dense.values()}
+        everything = {n: np.ones(len(c[0].given), dtype=bool) for n, c in self.graph.calls.items() if n in layers}
+        zero = self.graph.zeros(everything)
+        read = np.concatenate([np.zeros(0, dtype=int), *(into for d in self.graph.dense.values() for into in d.into)])
+        return read[~zero[read]]
 
     def layout(self, removed: Mapping[str, np.ndarray]) -> Layout:
         """What stays when these module outputs are set to zero."""

@@ -20,6 +20,12 @@ class Layout:
     emptied: frozenset[str]  # weights of layers that nothing needs any more
 
 
+def whole(count: int) -> Layout:
+    """Everything stays."""
+    ones = np.ones(count, dtype=np.int64)
+    return Layout(ones, ones == 0, ones == 1, frozenset())
+
+
 def solve(graph: Graph, classes: Ids, pinned: Ids, removed: Mapping[str, np.ndarray]) -> Layout:
     """The layout when ``removed[module]`` (n,) of a module's output channels are set to zero."""
     zero = graph.zeros(dict(removed))

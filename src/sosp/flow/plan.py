@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,17 +37,22 @@ def plan(model: nn.Module, flow: Flow, removed: Removed, example: Any) -> tuple[
 
 def _trouble(model: nn.Module, flow: Flow, layout: Layout, recipe: Recipe, inputs: Any) -> list[Pin]:
     """Run the smaller network without numbers; what must be pinned so that the user's code goes through."""
-    twin = copy.deepcopy(model) if flow.real else meta_copy(model)
-    apply(twin, recipe)
     pins: list[Pin] = []
-    for mode in flow.graph.records:
-        if mode in flow.untraced:
-            continue
-        twin.train(mode == "train")
-        with quiet():
-            run = rehearse(twin, on_device(inputs, flow.real), flow.graph.records[mode], layout.counts)
+    for mode, run in try_out(model, flow, layout, recipe, inputs):
         pins += _reasons(flow, layout, mode, run)
     return pins
+
+
+def try_out(model: nn.Module, flow: Flow, layout: Layout, recipe: Recipe, inputs: Any) -> Iterator[tuple[str, Rehearsal]]:
+    """The changed network, run without numbers beside the record of the whole one, mode by mode."""
+    twin = copy.deepcopy(model) if flow.real else meta_copy(model)
+    apply(twin, recipe)
+    gone = {*recipe.emptied, *recipe.passed}
+    records = {m: [r for r in ops if r.module not in gone] for m, ops in flow.graph.records.items()}
+    for mode in flow.modes:
+        twin.train(mode == "train")
+        with quiet():
+            yield mode, rehearse(twin, on_device(inputs, flow.real), records[mode], layout.counts)
 
 
 def _reasons(flow: Flow, layout: Layout, mode: str, run: Rehearsal) -> list[Pin]:
@@ -141,8 +146,11 @@ def _in_groups(d: Dense, counts: np.ndarray) -> tuple[tuple[Tensor, Tensor], int
     first, second = first.reshape(d.groups, -1), second.reshape(d.groups, -1)
     rows = [g * first.shape[1] + stay(counts, ids) for g, ids in enumerate(first)]
     columns = [np.tile(stay(counts, second[g]), (len(r), 1)) for g, r in enumerate(rows) if len(r)]
-    index = (torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(columns)))
-    return index, len(columns)
+    groups = len(columns)
+    if d.groups == len(d.into[0]):  # one channel per group: a copy of it is a group of its own
+        groups = int(counts[d.into[0]].sum())
+        columns = [c[:, : second.shape[1]] for c in columns]
+    return (torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(columns))), groups
 
 
 def _placing(cuts: list[Cut], layout: Layout, removed: np.ndarray | None) -> Placing | None:

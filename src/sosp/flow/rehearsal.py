@@ -14,7 +14,7 @@ from sosp.data import call
 from sosp.flow.graph import Record
 from sosp.flow.labels import OPAQUE, RESHAPES, Labels, compact, reshaped, settle
 from sosp.flow.tracer import COMPOSITE, name_of, unchecked
-from sosp.scatter import Scatter
+from sosp.scatter import Nothing, Scatter
 
 
 class Rehearsal(TorchFunctionMode):
@@ -118,7 +118,7 @@ def rehearse(twin: nn.Module, inputs: Any, records: list[Record], counts: np.nda
 
     handles = []
     for module in twin.modules():
-        if isinstance(module, Scatter):
+        if isinstance(module, (Scatter, Nothing)):
             handles.append(module.register_forward_pre_hook(rest))
             handles.append(module.register_forward_hook(work))
     try:

@@ -1,0 +1,105 @@
+"""Keep a shrunk network in one safetensors file: its tensors, and how to make it from the original. No pickle, no code."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sosp.checkpoint.decode import decode
+from sosp.checkpoint.file import about, as_path, read, write
+from sosp.checkpoint.model import (
+    aliases_of,
+    apart,
+    check_model,
+    kind,
+    plain,
+    rebuild,
+    refuse_hooks,
+    state_of,
+    stored,
+    transient,
+)
+from sosp.checkpoint.saved import Saved, encode
+from sosp.checkpoint.shapes import check_shapes, shapes
+from sosp.errors import ArgumentError, CheckpointError
+from sosp.mask import Mask
+
+
+def save(path: str | Path, small: nn.Module, mask: Mask | None = None) -> None:
+    """Write a network that ``sosp.shrink`` made (or any other), and the mask if given, to one file.
+
+    The file appears, or replaces an older one, only when it is complete. Numbers are stored as they are, NaN included.
+    Hooks, optimisers, buffers outside the state dict and the network's code are not stored.
+    """
+    file, model = as_path(path), plain(small)
+    if mask is not None and not isinstance(mask, Mask):
+        raise ArgumentError(f"mask={mask!r:.80} is a {type(mask).__name__}; give a sosp.Mask or nothing.")
+    with about(file):
+        refuse_hooks(model)
+        state = state_of(model)
+        saved = describe(model, state, mask)
+        check_shapes(saved)
+        document, indices = encode(saved)
+        write(file, document, {**apart({name: state[name] for name in saved.tensors}), **indices})
+
+
+def load(path: str | Path, model: nn.Module) -> nn.Module:
+    """The network in the file: a copy of ``model``, the original one before shrinking, made into it.
+
+    ``model`` is an instance of the same class with any weights, and is not changed. Its class must have the name of
+    the saved one or inherit from one that has, in whatever module it is defined now (a script's ``__main__`` moves).
+    Tensors come with the type and memory layout they were saved with, on the devices of ``model``; train or eval mode,
+    ``requires_grad``, hooks and buffers outside the state dict are those of ``model``. Nothing in the file is executed.
+    """
+    file, original = as_path(path), plain(model)
+    with about(file):
+        saved, tensors = _read(file)
+        check_model(saved, original)
+        twin: Any = copy.deepcopy(original)
+        rebuild(saved, tensors, twin)
+    if saved.recipes:
+        twin.sosp_recipes, twin.sosp_shapes = saved.recipes, dict(saved.original)
+    return twin
+
+
+def inspect(path: str | Path) -> Saved:
+    """What a file says about the model in it, and its mask; the file is checked as in ``load``."""
+    file = as_path(path)
+    with about(file):
+        return _read(file)[0]
+
+
+def _read(file: Path) -> tuple[Saved, dict[str, Tensor]]:
+    document, tensors = read(file)
+    saved = decode(document, tensors)
+    check_shapes(saved)
+    return saved, tensors
+
+
+def describe(model: nn.Module, state: dict[str, Tensor], mask: Mask | None) -> Saved:
+    """All that a file says beside the numbers."""
+    aliases = aliases_of(state)
+    recipes = tuple(getattr(model, "sosp_recipes", ()))
+    original = getattr(model, "sosp_shapes", None) if recipes else shapes(model)
+    if original is None:
+        raise CheckpointError("the model has recipes but not the shapes from before (sosp_shapes); use sosp.shrink.")
+    return Saved(
+        sosp=vars(sys.modules["sosp"])["__version__"],  # the package imports this module, not the other way round
+        torch=torch.__version__,
+        module=type(model).__module__,
+        qualname=type(model).__qualname__,
+        tensors={name: stored(x) for name, x in state.items() if name not in aliases},
+        aliases=aliases,
+        original=original,
+        transient={name: kind(x) for name, x in transient(model).items() if x.is_floating_point()},
+        recipes=recipes,
+        mask=mask,
+    )
+
+
+__all__ = ["Saved", "inspect", "load", "save", "shapes"]

@@ -1,0 +1,229 @@
+"""Between a model and what is stored of it: its tensors once each, and a copy of the original made into it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sosp.checkpoint.saved import DTYPES, INDEX, LAYOUTS, Saved, Shape, Stored
+from sosp.checkpoint.shapes import after, shapes
+from sosp.errors import ArgumentError, CheckpointError, nearest
+from sosp.gates import GateHook, InputHook
+from sosp.layers import layer_type
+from sosp.mask import ZeroWeights
+from sosp.preserve import refuse_uninitialised
+from sosp.recipe import Recipe, apply
+
+# Nobody makes a network that much wider; a buffer that is not in the file may not grow by what the file says.
+GROWTH = 64
+
+
+def plain(model: Any) -> nn.Module:
+    """The model itself: what torch.compile wraps goes by its own name. Refuse what has no numbers."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"{model!r:.80} is a {type(model).__name__}; give a torch.nn.Module.")
+    model = model._modules.get("_orig_mod") or model
+    refuse_uninitialised(model)
+    for name, x in tensors_of(model).items():
+        if x.is_meta:
+            raise ArgumentError(f"{name!r} is on the meta device and has no numbers; give a model on a real device.")
+    return model
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer, in the state dict or not, under every name it has."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def transient(model: nn.Module) -> dict[str, Tensor]:
+    """Those that are not in the state dict."""
+    state = model.state_dict(keep_vars=True)
+    kept = {id(x) for x in state.values()}
+    return {name: x for name, x in tensors_of(model).items() if name not in state and id(x) not in kept}
+
+
+# --- from a model
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """A checkpoint holds tensors and recipes; a mask that acts by hooks, or a part that was shrunk, would be lost."""
+    for name, module in model.named_modules():
+        if name and vars(module).get("sosp_recipes"):
+            raise CheckpointError(f"only its part {name!r} was shrunk. Save that part: sosp.save(path, model.{name}).")
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(isinstance(hook, GateHook | InputHook | ZeroWeights) for hook in hooks):
+            raise CheckpointError(
+                "the model is masked, which a checkpoint does not hold. Shrink it with sosp.shrink; or save the model "
+                "that was masked with mask=..., and mask it again after loading: sosp.inspect(path).mask."
+            )
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> tensor, itself; refuse what safetensors cannot hold."""
+    state = model.state_dict(keep_vars=True)
+    for name, x in state.items():
+        if not isinstance(x, Tensor):
+            raise CheckpointError(f"{name!r} in the state dict is a {type(x).__name__}; only tensors can be saved.")
+        if type(x).__module__.partition(".")[0] != "torch" or x.layout != torch.strided or kind(x) not in DTYPES:
+            what = f"{type(x).__name__} ({x.layout}, {x.dtype})"
+            raise CheckpointError(f"{name!r} is a {what}; only plain tensors of {', '.join(DTYPES)} can be saved.")
+        if name.startswith(INDEX):
+            raise CheckpointError(f"the name {name!r} is one that sosp keeps for itself; give the module another.")
+    return state
+
+
+def kind(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def aliases_of(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name -> the first name of the same tensor, for all but the first."""
+    first: dict[object, str] = {}
+    found = {name: first.setdefault(memory(x), name) for name, x in state.items()}
+    return {name: other for name, other in found.items() if name != other}
+
+
+def memory(x: Tensor) -> object:
+    """Equal for tensors that are one; empty ones have no memory to tell them apart by."""
+    return (x.device, x.data_ptr(), x.shape, x.stride(), x.dtype) if x.numel() else id(x)
+
+
+def stored(x: Tensor) -> Stored:
+    """How a tensor is described. Only exact strides tell the layouts of a 1 x 1 kernel apart."""
+    shape = tuple(x.shape)
+    known = [n for n, like in LAYOUTS.items() if _dims(n) in (x.dim(), None) and _empty(x, like).stride() == x.stride()]
+    return Stored(kind(x), shape, (*known, "strided")[0])
+
+
+def _dims(layout: str) -> int | None:
+    return {"channels_last": 4, "channels_last_3d": 5}.get(layout)
+
+
+def _empty(x: Tensor, layout: torch.memory_format) -> Tensor:
+    return torch.empty(x.shape, device="meta", memory_format=layout)
+
+
+def apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same numbers on the CPU, each in memory of its own, as safetensors wants them."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, x in state.items():
+        x = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        where = x.untyped_storage().data_ptr()
+        found[name] = x.clone() if where in seen else x
+        seen.add(where)
+    return found
+
+
+# --- into a model
+
+
+def check_model(saved: Saved, model: nn.Module) -> None:
+    """It is the network that was shrunk, before that: by the name of its class, and all names and shapes."""
+    if getattr(model, "sosp_recipes", ()):
+        raise ArgumentError("the model is itself shrunk; give the original network, as it was before.")
+    if saved.qualname not in {c.__qualname__ for c in type(model).__mro__}:
+        raise CheckpointError(
+            f"holds a {saved.module}.{saved.qualname}, but the model is a {type(model).__module__}."
+            f"{type(model).__qualname__}. Give an instance of that class (or of a subclass), as before shrinking."
+        )
+    found = shapes(model)
+    _refuse_some("the model does not have {} of the network that was saved.", saved.original.keys() - found.keys())
+    _refuse_some("the model has {}, which the network that was saved does not have.", found.keys() - saved.original)
+    other = [f"{n!r} is {found[n]}, not {shape}" for n, shape in saved.original.items() if found[n] != shape]
+    if other:
+        raise CheckpointError(
+            f"the model has other shapes than the network that was saved had before shrinking: {_some(other)}."
+        )
+
+
+def _refuse_some(sentence: str, names: Iterable[str]) -> None:
+    if names := sorted(names):
+        raise CheckpointError(sentence.format(_some([repr(n) for n in names])))
+
+
+def _some(words: list[str]) -> str:
+    return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
+
+
+def rebuild(saved: Saved, tensors: Mapping[str, Tensor], twin: nn.Module) -> None:
+    """Make a copy of the original into the saved model: its tensors, then its modules."""
+    start = {name: tuple(x.shape) for name, x in tensors_of(twin).items()}
+    _fill(saved, tensors, twin.state_dict(keep_vars=True))
+    for name, x in transient(twin).items():
+        if name in saved.transient and x.is_floating_point():
+            x.data = x.data.to(DTYPES[saved.transient[name]])
+    for recipe in saved.recipes:
+        _operate(twin, recipe, start)
+    state = twin.state_dict()
+    names = saved.tensors.keys() | saved.aliases.keys()
+    _refuse_some("it holds no {}, which the model needs.", state.keys() - names)
+    _refuse_some("the model has no place for {}.", names - state.keys())
+    state.update({name: tensors[saved.aliases.get(name, name)] for name in names})
+    twin.load_state_dict(state)  # for modules that do more on loading than take their tensors
+
+
+def _fill(saved: Saved, tensors: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
+    """Put the stored tensors, of whatever shape and type, into the parameters and buffers that are there."""
+    _check_ties(saved, places)
+    made: dict[str, Tensor] = {}
+    for name in (*saved.tensors, *saved.aliases):
+        place, first = places[name], saved.aliases.get(name, name)
+        if first not in made:
+            x, layout = tensors[first], LAYOUTS[saved.tensors[first].layout]
+            made[first] = torch.empty(x.shape, dtype=x.dtype, device=place.device, memory_format=layout).copy_(x)
+        if place.requires_grad and not (made[first].is_floating_point() or made[first].is_complex()):
+            place.requires_grad_(False)
+        place.data = made[first]
+
+
+def _check_ties(saved: Saved, places: Mapping[str, Tensor]) -> None:
+    """What is one tensor in the file is one in the model, and the other way round."""
+    for name, first in saved.aliases.items():
+        if memory(places[name]) != memory(places[first]):
+            raise CheckpointError(
+                f"{name!r} and {first!r} are one tensor in the file and two in the model; tie them before loading."
+            )
+    owner: dict[int, str] = {}
+    for name in (*saved.tensors, *saved.aliases):
+        other = owner.setdefault(id(places[name]), name)
+        if saved.aliases.get(name, name) != saved.aliases.get(other, other):
+            raise CheckpointError(f"{other!r} and {name!r} are two tensors in the file and one in the model.")
+
+
+def _operate(twin: nn.Module, recipe: Recipe, start: Mapping[str, Shape]) -> None:
+    """Apply a recipe; the tensors from the file are as it leaves them, only what is not in the file is cut."""
+    _check_modules(twin, recipe, max(map(prod, start.values()), default=0))
+    left = transient(twin)
+    for name in {*recipe.slices, *recipe.grouped} & left.keys():
+        if prod(after(tuple(left[name].shape), recipe, name)) > GROWTH * prod(start.get(name, ())):
+            raise CheckpointError(f"a recipe makes {name!r} more than {GROWTH} times larger.")
+    slices = {name: axes for name, axes in recipe.slices.items() if name in left}
+    grouped = {name: pair for name, pair in recipe.grouped.items() if name in left}
+    try:
+        apply(twin, replace(recipe, slices=slices, grouped=grouped))
+    except Exception as error:
+        raise CheckpointError(f"a recipe does not fit the model ({type(error).__name__}: {error}).") from error
+
+
+def _check_modules(twin: nn.Module, recipe: Recipe, widest: int) -> None:
+    """Every module is there; only numbers that are sizes of it are set; nothing is made of an invented width."""
+    modules = dict(twin.named_modules(remove_duplicate=False))
+    for name in (*recipe.sizes, *recipe.scatters, *recipe.gathers, *recipe.emptied, *recipe.passed):
+        if name not in modules:
+            raise CheckpointError(f"the model has no layer {name!r}, which a recipe changes.{nearest(name, modules)}")
+    for name, sizes in recipe.sizes.items():
+        for key in sizes:
+            if key.startswith("_") or type(vars(modules[name]).get(key)) is not int:
+                raise CheckpointError(f"a recipe sets {key!r} of {name!r}, which is no size of that layer.")
+    for name in recipe.emptied:
+        if layer_type(modules[name]) is None:
+            raise CheckpointError(f"a recipe takes all channels of {name!r}, which is no layer with channels.")
+    for name, placing in (*recipe.scatters.items(), *recipe.gathers.items()):
+        if placing is not None and placing.given > widest:
+            raise CheckpointError(f"a recipe gives {name!r} {placing.given} channels, more than anything in the model.")

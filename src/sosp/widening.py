@@ -1,0 +1,182 @@
+"""From widths to a larger network: the channel flow run backwards, a channel becomes several."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sosp.errors import ArgumentError, StructureError, SurgeryError, one_of
+from sosp.flow import Flow, trace
+from sosp.flow.graph import Dense, Ids
+from sosp.flow.layout import Layout, whole
+from sosp.flow.plan import try_out, write
+from sosp.flow.twin import few
+from sosp.recipe import Recipe
+from sosp.structures import excluded_names
+from sosp.surgery import cooked
+from sosp.verify import check_same
+
+INITS = ("random", "copy")
+
+
+def widen(model: nn.Module, factors: Mapping[str, float], example: Any, *, init: str = "random") -> nn.Module:
+    """A copy of ``model`` whose layers have ``factors`` times as many output channels.
+
+    ``factors``: layer, container or pattern -> factor, ``{"layer1": 2.0, "conv1": 1.5}``. Layers that feed one stream
+    have one width: it takes the largest factor asked of any of them. ``init``: ``"random"`` draws what is new as the
+    layer itself does when it is made, and keeps what was there; ``"copy"`` repeats channels and divides the weights that
+    read them, so that the network computes the same function (Net2Net, Chen et al. 2016).
+    """
+    one_of("init", init, INITS)
+    flow = trace(model, example)
+    layout = widened(flow, _factors(model, flow, factors))
+    recipe = write(model, flow.graph, layout, {})
+    _refuse_trouble(model, flow, layout, recipe, example)
+    wide = cooked(model, recipe)
+    if init == "copy":
+        _share_out(wide, flow, layout.counts)
+        check_same(wide, model, example, flow.modes)
+    else:
+        _draw(wide, model, recipe)
+    return wide
+
+
+def _factors(model: nn.Module, flow: Flow, factors: Mapping[str, float]) -> dict[str, float]:
+    """Layer -> factor."""
+    if not isinstance(factors, Mapping) or not factors:
+        raise ArgumentError("give the widths as {layer: factor}, for instance {'layer1': 2.0}.")
+    layers = {d.module for d in flow.graph.dense.values() if d.module in flow.graph.calls}
+    found: dict[str, float] = {}
+    for name, factor in factors.items():
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 1 <= factor <= 64:
+            raise ArgumentError(f"the factor for {name!r} is {factor!r}; it must be a number from 1 to 64.")
+        named = excluded_names(model, [name], parameters=False) & layers
+        if not named:
+            raise StructureError(f"{name!r} holds no layer whose channels can be followed, so nothing to widen.")
+        for layer in named:
+            found[layer] = max(found.get(layer, 1.0), float(factor))
+    return found
+
+
+def widened(flow: Flow, factors: Mapping[str, float]) -> Layout:
+    """How often every value occurs; channels that are tied to each other occur equally often."""
+    together = flow.graph.classes(_ties(flow))
+    held = np.zeros(flow.graph.count, dtype=bool)
+    held[together[flow.pins]] = True
+    counts = np.ones(flow.graph.count, dtype=np.int64)
+    stuck = []
+    for name, factor in sorted(factors.items(), key=lambda item: list(flow.graph.calls).index(item[0])):
+        ids = together[flow.graph.calls[name][0].out]
+        if held[ids].any():
+            stuck.append(name)
+            continue
+        counts[ids] = np.maximum(counts[ids], _copies(len(ids), factor, _period(flow, together, ids)))
+    if len(stuck) == len(factors):
+        reasons = [str(p) for p in flow.pinned if set(p.layers) & set(stuck)]
+        raise StructureError(
+            f"{', '.join(map(repr, stuck))} cannot be widened: the width is fixed.\n  " + "\n  ".join(reasons)
+        )
+    whole_ = whole(flow.graph.count)
+    return Layout(counts[together], whole_.zero, whole_.needed, frozenset())
+
+
+def _ties(flow: Flow) -> list[tuple[Ids, Ids]]:
+    """What leaves a module was computed in it; a depthwise convolution has as many channels out as in."""
+    ties = [(c.into, c.out) for cuts in flow.graph.calls.values() for c in cuts]
+    for d in flow.graph.dense.values():
+        if d.groups > 1 and d.groups == len(d.into[0]):
+            ties.append((np.repeat(d.into[0], len(d.out) // d.groups), d.out))
+    return ties
+
+
+def _period(flow: Flow, together: Ids, ids: Ids) -> int:
+    """The groups that these channels fall into, where a grouped convolution gives or reads them: all must grow alike."""
+    found = 1
+    mine = set(ids.tolist())
+    for d in flow.graph.dense.values():
+        for side in (d.out, *d.into[:1]):
+            if d.groups > 1 and len(side) > d.groups and mine & set(together[side].tolist()):
+                found = max(found, d.groups)
+    return found
+
+
+def _copies(width: int, factor: float, groups: int) -> np.ndarray:
+    """(width,) how often each channel occurs, so that there are ``factor`` times as many in all."""
+    inside = width // groups
+    wanted = max(inside, round(inside * factor))
+    one = np.full(inside, wanted // inside)
+    one[: wanted % inside] += 1
+    return np.tile(one, groups)
+
+
+def _refuse_trouble(model: nn.Module, flow: Flow, layout: Layout, recipe: Recipe, example: Any) -> None:
+    for mode, run in try_out(model, flow, layout, recipe, few(example)):
+        for record in run.failed:
+            raise SurgeryError(
+                f"the wider network does not run in {mode} mode: {record.name} at {record.where} needs the widths it "
+                "has. Leave the layers around it as they are, or choose a whole factor."
+            )
+
+
+@torch.no_grad()
+def _share_out(wide: nn.Module, flow: Flow, counts: np.ndarray) -> None:
+    """A channel that occurs m times is read m times: each copy gets 1/m of the weight."""
+    for d in flow.graph.dense.values():
+        times = counts[d.into[0]]
+        if d.narrow and (times > 1).any() and d.groups != len(d.into[0]):
+            weight = wide.get_parameter(d.weight)
+            weight.div_(_per_column(d, times, weight))
+
+
+def _per_column(d: Dense, times: np.ndarray, weight: Tensor) -> Tensor:
+    """How often the channel of each column occurs, shaped to divide the (already widened) weight."""
+    inside = np.repeat(times, times).reshape(d.groups, -1)  # (groups, columns)
+    shape = [1] * weight.dim()
+    if d.transposed and d.groups > 1:
+        shape[d.in_axis] = -1
+        return torch.from_numpy(inside.reshape(-1)).to(weight).view(shape)
+    shape[d.in_axis] = inside.shape[1]
+    return torch.from_numpy(inside[0]).to(weight).view(shape)
+
+
+@torch.no_grad()
+def _draw(wide: nn.Module, model: nn.Module, recipe: Recipe) -> None:
+    """What is new is drawn as its module does when it is made; first occurrences keep their numbers."""
+    changed = {name.rpartition(".")[0] for name in (*recipe.slices, *recipe.grouped)}
+    for path in sorted(changed):
+        module: Any = wide.get_submodule(path)
+        if not hasattr(module, "reset_parameters"):
+            continue
+        fresh = copy.deepcopy(module)
+        fresh.reset_parameters()
+        for store in ("_parameters", "_buffers"):
+            for key, x in getattr(module, store).items():
+                name = f"{path}.{key}" if path else key
+                if x is not None and name in recipe.slices or name in recipe.grouped:
+                    x.copy_(torch.where(_old(recipe, name, x), x, getattr(fresh, store)[key]))
+
+
+def _old(recipe: Recipe, name: str, x: Tensor) -> Tensor:
+    """True where an element of the widened tensor stands for one that was there before."""
+    old = torch.ones([1] * x.dim(), dtype=torch.bool)
+    for axis, index in recipe.slices.get(name, {}).items():
+        shape = [1] * x.dim()
+        shape[axis] = len(index)
+        old = old & _first(index).view(shape)
+    if name in recipe.grouped:
+        rows, columns = recipe.grouped[name]
+        first = _first(rows)[:, None] & torch.stack([_first(c) for c in columns])
+        old = old & first.view(*first.shape, *[1] * (x.dim() - 2))
+    return old.expand(x.shape).to(x.device)
+
+
+def _first(index: Tensor) -> Tensor:
+    """(n,) whether it is the first time that this number occurs; equal ones stand together."""
+    return torch.cat([torch.ones(1, dtype=torch.bool), index[1:] != index[:-1]])
+
+
