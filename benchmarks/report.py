@@ -93,8 +93,8 @@ def summary(records: list[Record]) -> list[str]:
         real_ones = sum(theirs(f) == "runs" and real(f) for f in other)
         lines.append(
             f"- Torch-Pruning, {len(other)} networks: {count['runs']} run afterwards ({real_ones} of these lost a "
-            f"tenth of their parameters or more), {count['does not run']} do not, {count['fails']} fail while being cut, "
-            f"{count['out of time']} ran out of time; {spread(other, 'seconds')}."
+            f"tenth of their parameters or more), {count['does not run']} do not, {count['fails']} fail while "
+            f"being cut, {count['out of time']} ran out of time; {spread(other, 'seconds')}."
         )
     return lines
 

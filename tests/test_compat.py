@@ -19,7 +19,7 @@ from shrinking.recipe import randomise
 # Residual adds, concatenations, depthwise filters with squeeze-and-excitation, tokens, attention, zeros put back.
 NAMES = ["resnet", "densenet", "mobilenet-v3", "vision-transformer", "attention-sdpa", "flatten-constant"]
 CASES = pytest.mark.parametrize("name", NAMES)
-CONVS = pytest.mark.parametrize("name", [n for n in NAMES if n != "attention-sdpa"])
+CONVS = pytest.mark.parametrize("name", NAMES[:4])  # the last one's view does not take any other memory layout
 
 # The same float32 sums, perhaps in another order; other programs may also fold a batch norm into a convolution.
 SAME = 1e-5

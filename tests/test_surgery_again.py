@@ -134,7 +134,7 @@ def test_coupled_channels_go_together_and_nothing_is_put_back(name: str) -> None
     c = case(name)
     found = sosp.find_structures(c.model, c.example, groups="coupled")
     single = sosp.find_structures(c.model, c.example)
-    assert len(found) < len(single)
+    assert len(found) <= len(single)
     picked = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))[: len(found) // 3]
     mask = sosp.Mask.from_structures(found, picked)
     small, masked = sosp.shrink(c.model, mask, c.example), sosp.masked(c.model, mask)

@@ -36,7 +36,7 @@ class Scatter(nn.Module):
         axis = self.axis % x.dim()
         if self.dense:
             return x.index_select(axis, self.source)
-        if torch.compiler.is_compiling():  # one gather that fuses with what follows
+        if torch.compiler.is_compiling() or type(x) is not Tensor:  # one gather that fuses with what follows
             return x.index_select(axis, self.inverse).masked_fill(_along(self.empty, x.dim(), axis), 0)
         shape = list(x.shape)
         shape[axis] = len(self.index)

@@ -1,4 +1,4 @@
-"""Keep a shrunk network in one safetensors file: its tensors, and how to make it from the original. No pickle, no code."""
+"""Keep a shrunk network in one safetensors file: its tensors, and how to make it from the original, as data only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sosp.checkpoint.decode import decode
-from sosp.checkpoint.file import about, as_path, read, write
+from sosp.checkpoint.file import about, as_path, line, read, write
 from sosp.checkpoint.model import (
     aliases_of,
     apart,
@@ -43,9 +43,10 @@ def save(path: str | Path, small: nn.Module, mask: Mask | None = None) -> None:
         refuse_hooks(model)
         state = state_of(model)
         saved = describe(model, state, mask)
-        check_shapes(saved)
         document, indices = encode(saved)
-        write(file, document, {**apart({name: state[name] for name in saved.tensors}), **indices})
+        tensors = {**apart({name: state[name] for name in saved.tensors}), **indices}
+        check_shapes(decode(document, tensors))  # what could not be read is not written
+        write(file, document, tensors)
 
 
 def load(path: str | Path, model: nn.Module) -> nn.Module:
@@ -61,7 +62,10 @@ def load(path: str | Path, model: nn.Module) -> nn.Module:
         saved, tensors = _read(file)
         check_model(saved, original)
         twin: Any = copy.deepcopy(original)
-        rebuild(saved, tensors, twin)
+        try:
+            rebuild(saved, tensors, twin)
+        except (AttributeError, KeyError, TypeError, RuntimeError) as error:
+            raise CheckpointError(f"does not fit the model ({line(error)}).") from error
     if saved.recipes:
         twin.sosp_recipes, twin.sosp_shapes = saved.recipes, dict(saved.original)
     return twin

@@ -50,7 +50,7 @@ def whole(value: Any, at: str, low: int = 0, high: int = LARGEST) -> int:
 
 def number(value: Any, at: str) -> float:
     if type(value) is not float or not math.isfinite(value):
-        refuse(value, at, "a finite number with a decimal point")
+        refuse(value, at, "a finite decimal number")
     return value
 
 

@@ -20,10 +20,16 @@ AXES = {str(axis): axis for axis in range(8)}  # JSON has strings for keys
 AXIS: Check[int] = partial(whole, low=-8, high=7)
 SHAPE: Check[Shape] = many(whole)
 DTYPE = one_of(DTYPES)
-STORED = fields(dtype=DTYPE, shape=SHAPE, layout=one_of(LAYOUTS))
 LAYER = fields(
     name=text, channels=whole, axis=AXIS, norms=many(text), kernel=number, params=number, macs=number, depthwise=flag
 )
+
+
+def tensor(value: Any, at: str) -> Stored:
+    found = Stored(**fields(dtype=DTYPE, shape=SHAPE, layout=one_of(LAYOUTS))(value, at))
+    if LAYOUTS[found.layout][1] not in (None, len(found.shape)):
+        refuse(found.layout, f"{at}.layout", f"a layout for {len(found.shape)} dimensions")
+    return found
 
 
 class Indices:
@@ -39,7 +45,7 @@ class Indices:
         if found is None or found.dtype != torch.int64:
             refuse(value, at, "the number of an index tensor in the file")
         self.used.add(name)
-        return found
+        return found.clone()  # one for every use: a model takes them for its buffers
 
     def below(self, value: Any, at: str, low: int = 0, high: int | None = None) -> Tensor:
         """A vector of numbers from ``low`` to below ``high``."""
@@ -75,7 +81,7 @@ class Indices:
 
     def channels(self, value: Any, at: str) -> Tensor:
         found = self.below(value, at)
-        if not len(found) or (found.diff() <= 0).any():
+        if (found.diff() <= 0).any():
             refuse(found[:5].tolist(), at, "a sorted list of channels")
         return found
 
@@ -87,8 +93,8 @@ class Indices:
         found["layers"] = tuple(Layer(**layer) for layer in found["layers"])
         widths = {layer.name: layer.channels for layer in found["layers"]}
         for name, gone in found["removed"].items():
-            if int(gone[-1]) >= widths.get(name, 0):
-                refuse(int(gone[-1]), f"{at}.removed[{name!r}]", f"channels below {widths.get(name, 0)}")
+            if name not in widths or (gone >= widths[name]).any():
+                refuse(gone[-5:].tolist(), f"{at}.removed[{name!r}]", f"channels of its {widths.get(name, 0)}")
         whole(found["chosen"], f"{at}.chosen", high=found["structures"])
         return Mask(**found)
 
@@ -97,10 +103,9 @@ def decode(document: str, tensors: Mapping[str, Tensor]) -> Saved:
     """The record, from its JSON and all tensors of the file."""
     indices = Indices(tensors)
     claims = fields(
-        sosp=text, torch=text, module=text, qualname=text, tensors=named(STORED), aliases=named(text),
+        sosp=text, torch=text, module=text, qualname=text, tensors=named(tensor), aliases=named(text),
         original=named(SHAPE), transient=named(DTYPE), recipes=many(indices.recipe), mask=maybe(indices.mask),
     )(parse(document), "")  # fmt: skip
-    claims["tensors"] = {name: Stored(**claim) for name, claim in claims["tensors"].items()}
     saved = Saved(**claims)
     _check_tensors(saved, {name: x for name, x in tensors.items() if name not in indices.used})
     return saved

@@ -10,7 +10,6 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -44,19 +43,30 @@ def about(path: Path) -> Iterator[None]:
 
 def write(path: Path, description: str, tensors: Mapping[str, Tensor]) -> None:
     """``description`` is a JSON object with at least one key. A file that was there is replaced at the very end."""
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        raise CheckpointError("is there and not a file; give the name of a file.")
-    temporary = target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}.tmp")
     whole = f'{{"format":{FORMAT},"sha256":"{digest(description, tensors)}",{description[1:]}'
     try:
-        _write(temporary, whole, tensors)
-        os.replace(temporary, target)
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():
+            raise CheckpointError("is there already and not a file; give the name of a file.")
+        with _beside(target) as temporary:
+            _write(temporary, whole, tensors)
+            os.replace(temporary, target)
         _settle(target.parent)
+    except CheckpointError:
+        raise
     except Exception as error:  # a full disk has no exception of its own in safetensors
-        raise CheckpointError(f"could not be written ({_line(error)}).") from error
+        raise CheckpointError(f"could not be written ({line(error)}).") from error
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """A name in the same folder, for a file that is gone when the block ends, however it ends."""
+    temporary = target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}.tmp")
+    try:
+        yield temporary
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def _write(temporary: Path, description: str, tensors: Mapping[str, Tensor]) -> None:
@@ -65,13 +75,14 @@ def _write(temporary: Path, description: str, tensors: Mapping[str, Tensor]) -> 
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     save_file(dict(tensors), temporary, metadata={KEY: description})
     os.chmod(temporary, mode)
-    _settle(temporary)
+    with open(temporary, "r+b") as file:
+        os.fsync(file.fileno())
 
 
-def _settle(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk; not every system does folders."""
-    with suppress(OSError) if path.is_dir() else suppress():
-        handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+def _settle(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, on systems that can say."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
@@ -85,11 +96,12 @@ def read(path: Path) -> tuple[str, dict[str, Tensor]]:
         with safe_open(path, framework="pt", device="cpu") as file:
             given, description = _open(file.metadata() or {})
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            found = digest(description, tensors)
     except CheckpointError:
         raise
     except Exception as error:  # torch adds exceptions of its own to those of safetensors
-        raise CheckpointError(f"is truncated or damaged ({_line(error)}).") from error
-    if digest(description, tensors) != given:
+        raise CheckpointError(f"is truncated or damaged ({line(error)}).") from error
+    if found != given:
         raise CheckpointError("is damaged or was changed after it was written: its checksum does not fit.")
     return description, tensors
 
@@ -102,7 +114,7 @@ def _look(path: Path) -> None:
         with open(path, "rb") as file:
             start, size = file.read(9), os.fstat(file.fileno()).st_size
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"could not be opened ({_line(error)}).") from error
+        raise CheckpointError(f"could not be opened ({line(error)}).") from error
     header = int.from_bytes(start[:8], "little")
     if len(start) < 9 or start[8:] != b"{" or header > LONGEST:
         hint = " It looks like a file of torch.save." if start.startswith(b"PK\x03\x04") else ""
@@ -129,14 +141,10 @@ def digest(description: str, tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         x = tensors[name]
         found.update(f"\0{name}\0{x.dtype}\0{tuple(x.shape)}\0".encode())
-        found.update(_bytes(x))
+        found.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
-def _bytes(x: Tensor) -> Any:
-    return memoryview(x.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def _line(error: Exception) -> str:
+def line(error: Exception) -> str:
     """The first line: torch's messages go on with its C++ stack."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"

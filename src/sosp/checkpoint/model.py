@@ -59,7 +59,7 @@ def refuse_hooks(model: nn.Module) -> None:
         if any(isinstance(hook, GateHook | InputHook | ZeroWeights) for hook in hooks):
             raise CheckpointError(
                 "the model is masked, which a checkpoint does not hold. Shrink it with sosp.shrink; or save the model "
-                "that was masked with mask=..., and mask it again after loading: sosp.inspect(path).mask."
+                "that was masked with mask=..., and mask it again after loading: sosp.checkpoint.inspect(path).mask."
             )
 
 
@@ -69,7 +69,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     for name, x in state.items():
         if not isinstance(x, Tensor):
             raise CheckpointError(f"{name!r} in the state dict is a {type(x).__name__}; only tensors can be saved.")
-        if type(x).__module__.partition(".")[0] != "torch" or x.layout != torch.strided or kind(x) not in DTYPES:
+        if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or kind(x) not in DTYPES:
             what = f"{type(x).__name__} ({x.layout}, {x.dtype})"
             raise CheckpointError(f"{name!r} is a {what}; only plain tensors of {', '.join(DTYPES)} can be saved.")
         if name.startswith(INDEX):
@@ -94,18 +94,13 @@ def memory(x: Tensor) -> object:
 
 
 def stored(x: Tensor) -> Stored:
-    """How a tensor is described. Only exact strides tell the layouts of a 1 x 1 kernel apart."""
-    shape = tuple(x.shape)
-    known = [n for n, like in LAYOUTS.items() if _dims(n) in (x.dim(), None) and _empty(x, like).stride() == x.stride()]
-    return Stored(kind(x), shape, (*known, "strided")[0])
-
-
-def _dims(layout: str) -> int | None:
-    return {"channels_last": 4, "channels_last_3d": 5}.get(layout)
-
-
-def _empty(x: Tensor, layout: torch.memory_format) -> Tensor:
-    return torch.empty(x.shape, device="meta", memory_format=layout)
+    """How a tensor is described. Only its strides tell the layouts of a 1 x 1 kernel apart."""
+    fitting = (
+        name
+        for name, (layout, dims) in LAYOUTS.items()
+        if dims in (None, x.dim()) and torch.empty(x.shape, device="meta", memory_format=layout).stride() == x.stride()
+    )
+    return Stored(kind(x), tuple(x.shape), next(fitting, "strided"))
 
 
 def apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -124,7 +119,7 @@ def apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_model(saved: Saved, model: nn.Module) -> None:
-    """It is the network that was shrunk, before that: by the name of its class, and all names and shapes."""
+    """It is the network that was shrunk, before that: by the name of its class, all names, shapes and ties."""
     if getattr(model, "sosp_recipes", ()):
         raise ArgumentError("the model is itself shrunk; give the original network, as it was before.")
     if saved.qualname not in {c.__qualname__ for c in type(model).__mro__}:
@@ -140,6 +135,21 @@ def check_model(saved: Saved, model: nn.Module) -> None:
         raise CheckpointError(
             f"the model has other shapes than the network that was saved had before shrinking: {_some(other)}."
         )
+    _check_ties(saved, model.state_dict(keep_vars=True))
+
+
+def _check_ties(saved: Saved, places: Mapping[str, Tensor]) -> None:
+    """What is one tensor in the file is one in the model, and the other way round."""
+    for name, first in saved.aliases.items():
+        if memory(places[name]) != memory(places[first]):
+            raise CheckpointError(
+                f"{name!r} and {first!r} are one tensor in the file and two in the model; tie them before loading."
+            )
+    owner: dict[int, str] = {}
+    for name in (*saved.tensors, *saved.aliases):
+        other = owner.setdefault(id(places[name]), name)
+        if saved.aliases.get(name, name) != saved.aliases.get(other, other):
+            raise CheckpointError(f"{other!r} and {name!r} are two tensors in the file and one in the model.")
 
 
 def _refuse_some(sentence: str, names: Iterable[str]) -> None:
@@ -170,30 +180,21 @@ def rebuild(saved: Saved, tensors: Mapping[str, Tensor], twin: nn.Module) -> Non
 
 def _fill(saved: Saved, tensors: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
     """Put the stored tensors, of whatever shape and type, into the parameters and buffers that are there."""
-    _check_ties(saved, places)
     made: dict[str, Tensor] = {}
     for name in (*saved.tensors, *saved.aliases):
         place, first = places[name], saved.aliases.get(name, name)
         if first not in made:
-            x, layout = tensors[first], LAYOUTS[saved.tensors[first].layout]
-            made[first] = torch.empty(x.shape, dtype=x.dtype, device=place.device, memory_format=layout).copy_(x)
+            made[first] = _laid_out(tensors[first], saved.tensors[first].layout, place.device)
         if place.requires_grad and not (made[first].is_floating_point() or made[first].is_complex()):
             place.requires_grad_(False)
         place.data = made[first]
 
 
-def _check_ties(saved: Saved, places: Mapping[str, Tensor]) -> None:
-    """What is one tensor in the file is one in the model, and the other way round."""
-    for name, first in saved.aliases.items():
-        if memory(places[name]) != memory(places[first]):
-            raise CheckpointError(
-                f"{name!r} and {first!r} are one tensor in the file and two in the model; tie them before loading."
-            )
-    owner: dict[int, str] = {}
-    for name in (*saved.tensors, *saved.aliases):
-        other = owner.setdefault(id(places[name]), name)
-        if saved.aliases.get(name, name) != saved.aliases.get(other, other):
-            raise CheckpointError(f"{other!r} and {name!r} are two tensors in the file and one in the model.")
+def _laid_out(x: Tensor, layout: str, device: torch.device) -> Tensor:
+    if LAYOUTS[layout][0] == torch.contiguous_format:
+        return x.to(device)
+    # Not x.contiguous(memory_format=...): to that, a 1 x 1 kernel lies in every way already.
+    return torch.empty(x.shape, dtype=x.dtype, device=device, memory_format=LAYOUTS[layout][0]).copy_(x)
 
 
 def _operate(twin: nn.Module, recipe: Recipe, start: Mapping[str, Shape]) -> None:
@@ -205,10 +206,7 @@ def _operate(twin: nn.Module, recipe: Recipe, start: Mapping[str, Shape]) -> Non
             raise CheckpointError(f"a recipe makes {name!r} more than {GROWTH} times larger.")
     slices = {name: axes for name, axes in recipe.slices.items() if name in left}
     grouped = {name: pair for name, pair in recipe.grouped.items() if name in left}
-    try:
-        apply(twin, replace(recipe, slices=slices, grouped=grouped))
-    except Exception as error:
-        raise CheckpointError(f"a recipe does not fit the model ({type(error).__name__}: {error}).") from error
+    apply(twin, replace(recipe, slices=slices, grouped=grouped))
 
 
 def _check_modules(twin: nn.Module, recipe: Recipe, widest: int) -> None:

@@ -18,11 +18,12 @@ from sosp.recipe import Placing, Recipe
 Shape = tuple[int, ...]
 
 INDEX = "sosp.index/"  # and a number: the names of the index tensors
+# How a tensor lies in memory, and the dimensions it has then. Anything else is "strided": its values count alone.
 LAYOUTS = {
-    "contiguous": torch.contiguous_format,
-    "channels_last": torch.channels_last,
-    "channels_last_3d": torch.channels_last_3d,
-    "strided": torch.contiguous_format,  # anything else is stored by its values alone
+    "contiguous": (torch.contiguous_format, None),
+    "channels_last": (torch.channels_last, 4),
+    "channels_last_3d": (torch.channels_last_3d, 5),
+    "strided": (torch.contiguous_format, None),
 }
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype

@@ -69,6 +69,8 @@ class Needs:
                 self.layer(d)
             for box in self.graph.boxes:
                 self.box(box.core.numpy())
+            for pieces in self.graph.even:
+                self.even(pieces)
 
     def cut(self, cut: Cut) -> None:
         """What is kept behind it and not zero must be computed; what is computed and not zero goes on."""
@@ -94,11 +96,14 @@ class Needs:
         """Groups of a convolution have equal widths: fill up the shorter ones, also those that are only fed."""
         present = self.has(out).any(axis=1) | self.has(into).any(axis=1)
         for ids in (out, into):
-            kept = self.has(ids) & present[:, None]
-            target = max(1, int(kept.sum(axis=1).max(initial=0)))
-            for g in np.flatnonzero(present & (kept.sum(axis=1) < target)):
-                spare = ids[g][~kept[g]]
-                self.need(spare[: target - int(kept[g].sum())])
+            self.even(list(ids[present]), least=1)
+
+    def even(self, pieces: list[Ids], least: int = 0) -> None:
+        """As many stay of each."""
+        target = max((int(self.has(ids).sum()) for ids in pieces), default=0)
+        for ids in pieces:
+            kept = self.has(ids)
+            self.need(ids[~kept][: max(target, least) - int(kept.sum())])
 
     def box(self, core: np.ndarray) -> None:
         """What stays of an array with several labelled axes must be a choice along each axis."""

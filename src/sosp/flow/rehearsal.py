@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from sosp.data import call
 from sosp.flow.graph import Record
 from sosp.flow.labels import OPAQUE, RESHAPES, Labels, compact, reshaped, settle
-from sosp.flow.tracer import COMPOSITE, name_of, unchecked
+from sosp.flow.tracer import COMPOSITE, name_of, run, unchecked
 from sosp.scatter import Nothing, Scatter
 
 
@@ -36,7 +36,7 @@ class Rehearsal(TorchFunctionMode):
             with self, unchecked():
                 return func(*args, **kwargs)
         try:
-            result = func(*args, **kwargs)
+            result = run(func, name, args, kwargs)
         except Exception as error:
             return self.instead(self.next(name, error))
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
@@ -108,13 +108,13 @@ def _same(a: Labels, b: Labels) -> bool:
 def rehearse(twin: nn.Module, inputs: Any, records: list[Record], counts: np.ndarray) -> Rehearsal:
     """Run ``twin`` beside the record, in the mode it is in; ``failed`` holds the ops that went wrong."""
     device = next((x.device for x in tree_leaves(inputs) if isinstance(x, Tensor)), torch.device("cpu"))
-    run = Rehearsal(records, counts, device)
+    mode = Rehearsal(records, counts, device)
 
     def rest(module: nn.Module, args: Any) -> None:
-        run.resting = True
+        mode.resting = True
 
     def work(module: nn.Module, args: Any, output: Any) -> None:
-        run.resting = False
+        mode.resting = False
 
     handles = []
     for module in twin.modules():
@@ -122,11 +122,11 @@ def rehearse(twin: nn.Module, inputs: Any, records: list[Record], counts: np.nda
             handles.append(module.register_forward_pre_hook(rest))
             handles.append(module.register_forward_hook(work))
     try:
-        with run:
+        with mode:
             call(twin, inputs)
     except Exception:  # the user's own check of a size, between two ops
-        run.failed.append(records[min(run.at, len(records) - 1)])
+        mode.failed.append(records[min(mode.at, len(records) - 1)])
     finally:
         for h in handles:
             h.remove()
-    return run
+    return mode

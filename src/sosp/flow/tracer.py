@@ -28,6 +28,7 @@ DROPOUTS = frozenset(
     "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout".split()
 )
 COMPOSITE = frozenset({"multi_head_attention_forward"})  # made of ops that are followed one by one
+NORMALISATIONS = frozenset("batch_norm instance_norm".split())
 VALUES = frozenset("item tolist numpy __bool__ __int__ __float__ __index__ __contains__ equal allclose".split())
 TORCH = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parent.parent)
@@ -69,6 +70,7 @@ class Tracer(TorchFunctionMode):
         self.graph, self.mode, self.examples = graph, mode, examples
         self.records = graph.records.setdefault(mode, [])
         self.held: dict[int, tuple[Tensor, Labels | None]] = {}  # id -> the tensor, kept alive, and its labels
+        self.families: dict[int, list[int]] = {}  # memory -> the tensors in it
         self.names: dict[int, str] = {}  # id of a parameter or buffer -> its first name
         for name, x in [*model.named_parameters(), *model.named_buffers()]:
             self.names.setdefault(id(x), name)
@@ -111,6 +113,8 @@ class Tracer(TorchFunctionMode):
         return [kind.weight_axis]
 
     def put(self, x: Tensor, labels: Labels | None) -> Labels | None:
+        if id(x) not in self.held:
+            self.families.setdefault(x.untyped_storage()._cdata, []).append(id(x))
         self.held[id(x)] = (x, labels)
         return labels
 
@@ -138,7 +142,7 @@ class Tracer(TorchFunctionMode):
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         before = [(x, x._version, self.held.get(id(x), (None, None))[1]) for x in tensors]
-        result = func(*args, **kwargs)
+        result = run(func, name, args, kwargs)
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         if not outputs:
             self.without_tensors(name, tensors, result)
@@ -201,6 +205,7 @@ class Tracer(TorchFunctionMode):
         if name in RESHAPES or name in MOVES:
             out = self.moving(call, given)
             if out is not None:
+                self.pieces(call, out)
                 return list(out), True
         channelwise = self.elementwise(call, given)
         if channelwise is not None:
@@ -238,6 +243,13 @@ class Tracer(TorchFunctionMode):
         except (RuntimeError, TypeError, NotImplementedError, IndexError, ValueError):
             return None
         return out if [x.shape for x in out] == list(call.shapes) else None
+
+    def pieces(self, call: Call, out: list[Labels]) -> None:
+        """``x.chunk(2, 1)`` cuts in half whatever is left of x: both halves must keep as much."""
+        if call.name in ("chunk", "tensor_split", "split") and len(out) > 1 and len(set(call.shapes)) == 1:
+            cut = [x.core.numpy().reshape(-1) for x in out if len(x.varying) == 1]
+            if len(cut) == len(out):
+                self.graph.even.append(cut)
 
     # -- layers ----------------------------------------------------------------------------------------------------
 
@@ -447,11 +459,8 @@ class Tracer(TorchFunctionMode):
         new = self.held.get(id(x), (None, None))[1]
         if returned and old is not None and new is not None and old.core is new.core:
             return
-        others = [
-            (y, labels)
-            for y, labels in list(self.held.values())
-            if y is not x and y.untyped_storage()._cdata == x.untyped_storage()._cdata
-        ]
+        family = self.families.get(x.untyped_storage()._cdata, [])
+        others = [self.held[k] for k in family if k in self.held and self.held[k][0] is not x]
         if not returned:
             others.append((x, new))
         if not others:
@@ -547,6 +556,17 @@ class Tracer(TorchFunctionMode):
         finally:
             for h in handles:
                 h.remove()
+
+
+def run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Call an op. On the meta device torch takes a millisecond to find the shape of a norm: it is its input's."""
+    x = args[0] if args else None
+    if name not in NORMALISATIONS or not isinstance(x, Tensor) or not x.is_meta:
+        return func(*args, **kwargs)
+    widths = {y.numel() for y in tree_leaves((args[1:], kwargs)) if isinstance(y, Tensor)}
+    if widths - {x.shape[1]}:
+        raise ValueError(f"{name} over {x.shape[1]} channels with parameters for {widths}")
+    return torch.empty_like(x)
 
 
 @contextmanager
