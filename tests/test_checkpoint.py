@@ -187,6 +187,7 @@ def test_tensors_that_are_not_contiguous_keep_their_numbers(tmp_path: Path) -> N
     for name, view in {
         "turned": whole.view(4, 6).t(), "part": whole[3:9], "overlap": whole[5:12], "steps": whole[::2],
         "wide": whole[:1].expand(5), "all": whole, "folded": whole.view(2, 12), "none": whole[:0],
+        "one": torch.ones(()).expand(1),
     }.items():  # fmt: skip
         model.register_buffer(name, view)
     save(tmp_path / "views", model)

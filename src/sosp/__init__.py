@@ -10,12 +10,14 @@ sosp.save("small.safetensors", small, mask)
 """
 
 from sosp import errors
+from sosp.checkpoint import load, save
 from sosp.cost import Cost, count
 from sosp.criteria import METHODS, score
 from sosp.flow import Flow, trace
 from sosp.latency import Latency, latency
 from sosp.mask import Mask, masked
 from sosp.passes import SlowPathWarning
+from sosp.prune import Pruned, prune
 from sosp.records import Layer, Saliency, Structures
 from sosp.selection import select
 from sosp.structures import downsampling, find_structures

@@ -308,9 +308,9 @@ RECIPES: dict[str, Recipe] = {
             ("grouped", {"conv": [1, 2]}),
             ("single", {"grouped": [1, 3]}),
             ("out", {"grouped": [1, 3]}),
-            ("out", "single"),
+            ("out", {"single": [1, 3]}),
         ],
-        by={"grouped": [1, 3]},
+        by={"grouped": [1, 3], "single": [1, 3]},
     ),
     "conv1d": Recipe(
         Temporal,

@@ -230,7 +230,9 @@ RECIPES: dict[str, Recipe] = {
         ConvNeXt,
         (3, 8, 8),
         "stem dwconv pwconv1 pwconv2",
-        narrows=[("pwconv2", "pwconv1"), ("head", "stem pwconv2")],
+        # dwconv turns a zero of the stream into its bias, which LayerNorm needs: the stream keeps its width.
+        narrows=[("pwconv2", "pwconv1")],
+        fixed="dwconv",
         whole="pwconv2 pwconv1",
     ),
 }  # fmt: skip

@@ -20,7 +20,8 @@ class Recipe:
 
     ``layers``: every prunable layer in order of execution, ``name>norm`` with its own normalisation if it has one
     (``name>norm,norm`` if every call has another).
-    ``fixed``: those of them whose weight cannot lose rows (it is computed, shared, or used outside its module);
+    ``fixed``: those of them whose weight cannot lose rows (it is computed, shared, used outside its module, or of a
+    depthwise filter whose input others need);
     all others must lose exactly the rows of a mask on them, if need be with zeros scattered back behind them.
     ``narrows``: (consumer, what is removed): the consumer's weight must lose every input that is then always zero.
     The removal is a dict, or a string of layers that all lose channel 1.

@@ -207,7 +207,8 @@ RECIPES: dict[str, Recipe] = {
     ),
     "eval-only": Recipe(
         EvalOnly, (3, 4, 4), "conv1 conv2 smooth",
-        narrows=[("conv2", "conv1"), ("head", "conv2"), ("smooth", "conv2")], whole="smooth",
+        narrows=[("conv2", "conv1"), ("head", "conv2"), ("smooth", "conv2")],
+        fixed="smooth", whole="smooth",  # what it reads stays, for others
     ),
     # Rows go where each depends on itself alone; columns stay, the norm or mean over them would be another.
     "standardised": Recipe(standardised, (3, 4, 4), CONVS, narrows=[("head", "conv2")]),
