@@ -40,7 +40,7 @@ ALLOWED = {
     "surgery": "errors recipe flow mask cost verify",
     "widening": "errors recipe flow structures verify surgery",
     "latency": "errors data",
-    "checkpoint": "errors records layers scatter recipe mask",
+    "checkpoint": "errors records layers scatter recipe preserve gates mask",
     "prune": "records data losses flow structures criteria mask cost selection surgery checkpoint",
     "sosp": "errors records flow structures passes criteria mask cost selection surgery widening latency checkpoint prune",
     "demo": "sosp progress",

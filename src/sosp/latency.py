@@ -28,7 +28,8 @@ class Latency:
     device: str
 
     def __str__(self) -> str:
-        return f"{1e3 * self.median:.3g} ms ({1e3 * self.low:.3g} to {1e3 * self.high:.3g}, {self.runs} runs, {self.device})"
+        low, middle, high = (f"{1e3 * t:.3g}" for t in (self.low, self.median, self.high))
+        return f"{middle} ms ({low} to {high}, {self.runs} runs, {self.device})"
 
 
 def latency(
@@ -47,7 +48,9 @@ def latency(
     """
     for name, value in (("runs", runs), ("warmup", warmup)):
         if isinstance(value, bool) or not isinstance(value, int) or value < (name == "runs"):
-            raise ArgumentError(f"{name}={value!r} must be a whole number" + (", one at least." if name == "runs" else "."))
+            raise ArgumentError(
+                f"{name}={value!r} must be a whole number" + (", one at least." if name == "runs" else ".")
+            )
     models = dict(model) if isinstance(model, Mapping) else {"": model}
     if not models or not all(isinstance(m, nn.Module) for m in models.values()):
         raise ArgumentError("latency takes a module, or a dict of names and modules.")

@@ -78,8 +78,9 @@ def _owners(model: nn.Module) -> dict[int, list[tuple[dict[str, Any], str]]]:
 def _tensor(model: nn.Module, name: str) -> Tensor:
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
-    found = module._parameters.get(key)
-    found = module._buffers.get(key) if found is None else found
+    found: Tensor | None = module._parameters.get(key)
+    if found is None:
+        found = module._buffers.get(key)
     if found is None:
         raise StructureError(f"the model has no parameter or buffer {name!r}.")
     return found

@@ -55,9 +55,7 @@ def _along(values: Tensor, dim: int, axis: int) -> Tensor:
 def _zeros(like: Tensor, shape: list[int]) -> Tensor:
     """Zeros of that shape, channels last where ``like`` is."""
     if like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous():
-        return torch.empty(
-            shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last
-        ).zero_()
+        return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last).zero_()
     return like.new_zeros(shape)
 
 

@@ -74,8 +74,14 @@ def _budget(ratio: float | None, params: float | None, macs: float | None) -> tu
     if ratio is not None or not named:
         return None
     ((name, value),) = named.items()
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value <= 1 or value == int(value) > 1):
-        raise ArgumentError(f"{name}={value!r} must be the share that may be left, up to 1, or a whole number of {name}.")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not (0 < value <= 1 or value == int(value) > 1)
+    ):
+        raise ArgumentError(
+            f"{name}={value!r} must be the share that may be left, up to 1, or a whole number of {name}."
+        )
     return name, value
 
 
@@ -95,8 +101,8 @@ def _within(structures: Structures, order: Tensor, what: str, limit: float, roun
     low, high = 0, len(order)
     if left(high) > target:
         raise ArgumentError(
-            f"{what}={limit} cannot be met: with everything removed that may go, {left(high):,} of {whole:,} {what} are "
-            "left. Raise it, lift the cap, or exclude fewer layers."
+            f"{what}={limit} cannot be met: with everything removed that may go, {left(high):,} of {whole:,} {what} "
+            "are left. Raise it, lift the cap, or exclude fewer layers."
         )
     while low < high:
         middle = (low + high) // 2

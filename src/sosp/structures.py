@@ -41,8 +41,8 @@ def find_structures(
     ``gate``: where a structure is scaled: ``"features"`` after the layer's own normalisation, ``"weights"`` on the
     layer's own output, the paper's definition.
     ``groups``: ``"independent"``; ``"coupled"``, one structure per channel of a stream (all that adds and other ops
-    tie together, so that removing it needs no scatter); or a list of groups. ``{"conv1": [0], "conv2": [0, 1]}`` makes those channels one
-    structure; ``["conv1", "conv2"]`` ties channel i of one layer to channel i of the other.
+    tie together, so that removing it needs no scatter); or a list of groups. ``{"conv1": [0], "conv2": [0, 1]}`` makes
+    those channels one structure; ``["conv1", "conv2"]`` ties channel i of one layer to channel i of the other.
     ``exclude``: names, glob patterns or modules; a container's name excludes everything in it.
     """
     one_of("kind", kind, KINDS)
@@ -201,7 +201,12 @@ def _coupled_ids(layers: dict[str, Layer], flow: Flow | None) -> tuple[Tensor, .
             found.append(torch.full((layer.channels,), -1))
             continue
         found.append(
-            torch.tensor([numbers.setdefault(int(c), len(numbers)) if f else -1 for c, f in zip(together[out], free[out])])
+            torch.tensor(
+                [
+                    numbers.setdefault(int(c), len(numbers)) if f else -1
+                    for c, f in zip(together[out], free[out], strict=True)
+                ]
+            )
         )
     if not numbers:
         raise StructureError("no stream of the network can lose a channel as a whole: use groups='independent'.")

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from sosp.data import call, copies
 from sosp.errors import SurgeryError
-from sosp.flow.tracer import DROPOUTS, name_of
+from sosp.flow.ops import DROPOUTS, name_of
 from sosp.flow.twin import few, quiet, tensors_of
 
 # Rounding differs when sums have fewer terms; beyond this it is looked at again in double precision.
@@ -64,7 +64,9 @@ def _shaken(model: nn.Module) -> nn.Module:
     twin = copy.deepcopy(model)
     for p in twin.parameters():
         if p.is_floating_point():
-            p.mul_(1 + 1e-15 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0), dtype=p.dtype).to(p.device))
+            p.mul_(
+                1 + 1e-15 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0), dtype=p.dtype).to(p.device)
+            )
     return twin
 
 

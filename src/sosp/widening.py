@@ -29,8 +29,8 @@ def widen(model: nn.Module, factors: Mapping[str, float], example: Any, *, init:
 
     ``factors``: layer, container or pattern -> factor, ``{"layer1": 2.0, "conv1": 1.5}``. Layers that feed one stream
     have one width: it takes the largest factor asked of any of them. ``init``: ``"random"`` draws what is new as the
-    layer itself does when it is made, and keeps what was there; ``"copy"`` repeats channels and divides the weights that
-    read them, so that the network computes the same function (Net2Net, Chen et al. 2016).
+    layer itself does when it is made, and keeps what was there; ``"copy"`` repeats channels and divides the weights
+    that read them, so that the network computes the same function (Net2Net, Chen et al. 2016).
     """
     one_of("init", init, INITS)
     flow = trace(model, example)
@@ -95,7 +95,7 @@ def _ties(flow: Flow) -> list[tuple[Ids, Ids]]:
 
 
 def _period(flow: Flow, together: Ids, ids: Ids) -> int:
-    """The groups that these channels fall into, where a grouped convolution gives or reads them: all must grow alike."""
+    """The groups that these channels fall into, if a grouped convolution gives or reads them: all must grow alike."""
     found = 1
     mine = set(ids.tolist())
     for d in flow.graph.dense.values():
@@ -157,7 +157,7 @@ def _draw(wide: nn.Module, model: nn.Module, recipe: Recipe) -> None:
         for store in ("_parameters", "_buffers"):
             for key, x in getattr(module, store).items():
                 name = f"{path}.{key}" if path else key
-                if x is not None and name in recipe.slices or name in recipe.grouped:
+                if (x is not None and name in recipe.slices) or name in recipe.grouped:
                     x.copy_(torch.where(_old(recipe, name, x), x, getattr(fresh, store)[key]))
 
 
@@ -178,5 +178,3 @@ def _old(recipe: Recipe, name: str, x: Tensor) -> Tensor:
 def _first(index: Tensor) -> Tensor:
     """(n,) whether it is the first time that this number occurs; equal ones stand together."""
     return torch.cat([torch.ones(1, dtype=torch.bool), index[1:] != index[:-1]])
-
-

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from sosp.data import call
 from sosp.errors import StructureError
 from sosp.flow.graph import OPAQUE, ZERO, Cut, Graph, Ids, Pin, components
 from sosp.flow.layout import Layout, solve
-from sosp.flow.tracer import Tracer
 from sosp.flow.plan import plan
+from sosp.flow.tracer import Tracer
 from sosp.flow.twin import few, meta_copy, on_device, quiet, rows, tensors_of
 from sosp.layers import is_norm
-from sosp.preserve import layer_by_layer, refuse_uninitialised, same_random_numbers
+from sosp.preserve import refuse_uninitialised
 
 MODES = ("eval", "train")
 
@@ -138,13 +138,15 @@ class Flow:
             for key in {int(k) for into in d.into for k in stream[together[into]]} & set(members):
                 members[key][1].append(d.module or d.weight)
         return [
-            Stream(len(widths[k]), tuple(p), tuple(c), int(np.isin(widths[k], held).sum())) for k, (p, c) in members.items()
+            Stream(len(widths[k]), tuple(p), tuple(c), int(np.isin(widths[k], held).sum()))
+            for k, (p, c) in members.items()
         ]
 
     def __repr__(self) -> str:
         streams = self.streams
         free = sum(s.pinned == 0 for s in streams)
-        return f"Flow({len(self.graph.dense)} layers, {len(streams)} streams, {free} of them free, {len(self.pinned)} pins)"
+        layers = len(self.graph.dense)
+        return f"Flow({layers} layers, {len(streams)} streams, {free} of them free, {len(self.pinned)} pins)"
 
     def __str__(self) -> str:
         """A paragraph per stream, then what is pinned and by which line."""
@@ -270,22 +272,18 @@ def follow(twin: nn.Module, inputs: Any, mode: str, graph: Graph, values: Mappin
     twin.train(mode == "train")
     tracer = Tracer(twin, graph, mode, dict(values), rows(inputs))
     given = on_device(inputs, real)
+    for x in tensors_of(given):
+        tracer.book.put(x, None)
     with quiet(), tracer.hooked(), tracer:
         outputs = call(twin, given)
     for x in tensors_of(outputs):
-        tracer.pin_tensor(x, "return", "the model returns it")
+        tracer.book.pin_tensor(x, "return", "the model returns it")
 
 
 def _norms_called_twice(graph: Graph) -> None:
-    """A norm that is called more than once in a pass sees several tensors: a zero in one says nothing of the others."""
-    twice = {
-        name
-        for name, cuts in graph.calls.items()
-        if len(cuts) > len({mode for mode in graph.records})
-    }
-    for i, step in enumerate(graph.steps):
-        if isinstance(step, Cut) and step.module in twice:
-            graph.steps[i] = replace(step, through=None)
-    for name, cuts in graph.calls.items():
-        if name in twice:
-            graph.calls[name] = [replace(c, through=None) for c in cuts]
+    """A norm that a pass calls more than once sees several tensors: a zero in one says nothing of the others."""
+    seen = Counter((c.module, c.mode) for cuts in graph.calls.values() for c in cuts)
+    twice = {module for (module, _), times in seen.items() if times > 1}
+    graph.steps = [replace(s, through=None) if isinstance(s, Cut) and s.module in twice else s for s in graph.steps]
+    for name in twice:
+        graph.calls[name] = [replace(c, through=None) for c in graph.calls[name]]

@@ -40,6 +40,7 @@ class Cut:
     """One call of a layer or a norm: its output may be zeroed, narrowed and scattered, channel by channel."""
 
     module: str
+    mode: str
     axis: int
     given: Ids  # (n,) what it computed
     out: Ids  # (m,) what leaves it

@@ -13,14 +13,65 @@ ZERO, OPAQUE = 0, 1  # a zero that the code itself put there (padding); no chann
 
 # These only rearrange elements, whatever they are given: applied to the labels themselves.
 RESHAPES = frozenset(
-    "view reshape flatten unflatten squeeze unsqueeze ravel view_as reshape_as _unsafe_view atleast_1d".split()
+    [
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "ravel",
+        "view_as",
+        "reshape_as",
+        "_unsafe_view",
+        "atleast_1d",
+    ]
 )
 MOVES = frozenset(
-    """permute transpose t swapaxes swapdims movedim moveaxis adjoint mT T H mH expand expand_as broadcast_to chunk split
-    split_with_sizes tensor_split unbind narrow select __getitem__ index_select cat concat concatenate stack hstack vstack
-    roll flip repeat tile repeat_interleave pixel_shuffle pixel_unshuffle channel_shuffle diagonal unfold""".split()
+    [
+        "permute",
+        "transpose",
+        "t",
+        "swapaxes",
+        "swapdims",
+        "movedim",
+        "moveaxis",
+        "adjoint",
+        "mT",
+        "T",
+        "H",
+        "mH",
+        "expand",
+        "expand_as",
+        "broadcast_to",
+        "chunk",
+        "split",
+        "split_with_sizes",
+        "tensor_split",
+        "unbind",
+        "narrow",
+        "select",
+        "__getitem__",
+        "index_select",
+        "cat",
+        "concat",
+        "concatenate",
+        "stack",
+        "hstack",
+        "vstack",
+        "roll",
+        "flip",
+        "repeat",
+        "tile",
+        "repeat_interleave",
+        "pixel_shuffle",
+        "pixel_unshuffle",
+        "channel_shuffle",
+        "diagonal",
+        "unfold",
+    ]
 )
-SAME = frozenset("contiguous clone detach alias requires_grad_ positive __pos__".split())
+SAME = frozenset(["contiguous", "clone", "detach", "alias", "requires_grad_", "positive", "__pos__"])
 
 
 @dataclass(frozen=True, eq=False)

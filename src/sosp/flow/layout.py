@@ -51,7 +51,9 @@ class Needs:
         self.emptied: frozenset[str] = frozenset()
         self.cuts = [s for s in reversed(graph.steps) if isinstance(s, Cut)]
         self.dense = list(reversed(graph.dense.values()))
-        self.tensors = list({id(x): x for r in graph.records.values() for op in r for x in op.out if x is not None}.values())
+        self.tensors = list(
+            {id(x): x for r in graph.records.values() for op in r for x in op.out if x is not None}.values()
+        )
 
     def need(self, ids: Ids) -> None:
         self.kept[self.classes[ids]] = True

@@ -43,7 +43,9 @@ def _trouble(model: nn.Module, flow: Flow, layout: Layout, recipe: Recipe, input
     return pins
 
 
-def try_out(model: nn.Module, flow: Flow, layout: Layout, recipe: Recipe, inputs: Any) -> Iterator[tuple[str, Rehearsal]]:
+def try_out(
+    model: nn.Module, flow: Flow, layout: Layout, recipe: Recipe, inputs: Any
+) -> Iterator[tuple[str, Rehearsal]]:
     """The changed network, run without numbers beside the record of the whole one, mode by mode."""
     twin = copy.deepcopy(model) if flow.real else meta_copy(model)
     apply(twin, recipe)
@@ -136,7 +138,10 @@ def _weight(model: nn.Module, d: Dense, counts: np.ndarray, slices: Any, grouped
     kind = layer_type(module) if module is not None else None
     if kind is not None:
         widths = (int(counts[d.out].sum()), int(counts[d.into[0]].sum()))
-        for attribute, value in (*zip(kind.sizes, widths, strict=True), *([("groups", groups)] if d.groups > 1 else [])):
+        for attribute, value in (
+            *zip(kind.sizes, widths, strict=True),
+            *([("groups", groups)] if d.groups > 1 else []),
+        ):
             _size(sizes, d.module, module, attribute, value)
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from sosp.data import call
 from sosp.flow.graph import Record
 from sosp.flow.labels import OPAQUE, RESHAPES, Labels, compact, reshaped, settle
-from sosp.flow.tracer import COMPOSITE, name_of, run, unchecked
+from sosp.flow.ops import COMPOSITE, name_of, run, unchecked
 from sosp.scatter import Nothing, Scatter
 
 

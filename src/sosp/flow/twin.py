@@ -50,7 +50,9 @@ def rows(inputs: Any) -> int:
 def few(example: Any, most: int = 2) -> Any:
     """The first rows of the example, two at least (batch norms in train mode need more than one)."""
     count = rows(example)
-    return tree_map(lambda x: _cut(x, most) if isinstance(x, Tensor) and x.dim() and x.shape[0] == count else x, example)
+    return tree_map(
+        lambda x: _cut(x, most) if isinstance(x, Tensor) and x.dim() and x.shape[0] == count else x, example
+    )
 
 
 def _cut(x: Tensor, most: int) -> Tensor:

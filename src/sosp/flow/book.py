@@ -1,0 +1,102 @@
+"""The labels of every tensor of a forward pass, and the graph they are written into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from sosp.flow.graph import OPAQUE, Graph, Ids, Pin, Slices
+from sosp.flow.labels import Labels, vector
+from sosp.flow.ops import user_line
+from sosp.layers import layer_type
+
+# What a layer's weight is computed from, where it is not a parameter itself (weight norm, spectral norm).
+WEIGHTS = frozenset({"weight", "original0", "original1", "original", "weight_v", "weight_g", "weight_orig"})
+
+
+class Book:
+    """What is known of the tensors seen so far."""
+
+    def __init__(self, model: nn.Module, graph: Graph, mode: str, values: dict[str, Tensor], examples: int) -> None:
+        self.graph, self.mode, self.examples = graph, mode, examples
+        self.held: dict[int, tuple[Tensor, Labels | None]] = {}  # id -> the tensor, kept alive, and its labels
+        self.families: dict[int, list[int]] = {}  # memory -> the tensors in it
+        self.names: dict[int, str] = {}  # id of a parameter or buffer -> its first name
+        for name, x in [*model.named_parameters(), *model.named_buffers()]:
+            self.names.setdefault(id(x), name)
+        self.values = values  # the numbers in integer buffers, by name
+        self.modules = dict(model.named_modules())
+        self.stack: list[str] = []  # the modules we are in
+
+    @property
+    def module(self) -> str:
+        return self.stack[-1] if self.stack else ""
+
+    def put(self, x: Tensor, labels: Labels | None) -> Labels | None:
+        """Remember the labels of a tensor."""
+        if id(x) not in self.held:
+            self.families.setdefault(x.untyped_storage()._cdata, []).append(id(x))
+        self.held[id(x)] = (x, labels)
+        return labels
+
+    def seen(self, x: Tensor) -> Labels | None:
+        """The labels of a tensor, if it has some already."""
+        return self.held[id(x)][1] if id(x) in self.held else None
+
+    def labels(self, x: Tensor) -> Labels | None:
+        """The labels of a tensor; a parameter with one long axis gets its own when it is first used."""
+        if id(x) in self.held:
+            return self.held[id(x)][1]
+        return self._parameter(x) if id(x) in self.names else None
+
+    def _parameter(self, x: Tensor) -> Labels | None:
+        name = self.names[id(x)]
+        known = self.graph.slices.get(name)
+        if known is None and name in self.graph.dense:  # a layer's weight, also used by hand: its rows as they are
+            layer = self.graph.dense[name]
+            known = self.graph.slices[name] = Slices(name, layer.out_axis, layer.out)
+            for into in layer.into:
+                self.pin(into, "weight", "the weight is also used by hand, all of its columns")
+        elif known is None:
+            axis = self._long_axis(name, x)
+            if axis is None:
+                return None
+            known = self.graph.slices[name] = Slices(name, axis, self.graph.fresh(x.shape[axis], parametric=True))
+        return self.put(x, vector(known.ids, known.axis, x.shape))
+
+    def _long_axis(self, name: str, x: Tensor) -> int | None:
+        """The one axis that can be that of channels; the rows of a weight from which a layer's is computed."""
+        long = [d for d, n in enumerate(x.shape) if n > 1]
+        if x.dim() == 1:
+            return 0
+        if len(long) == 1 and x.is_floating_point():
+            return long[0]
+        path, _, key = name.rpartition(".")
+        while path.endswith("parametrizations") or ".parametrizations." in path:
+            path = path.rpartition(".")[0]
+        kind = layer_type(self.modules[path]) if path in self.modules else None
+        return kind.weight_axis if kind is not None and key in WEIGHTS and x.dim() > kind.weight_axis else None
+
+    def channels(self, x: Tensor, axis: int) -> Ids | None:
+        """(n,) the labels along an axis; OPAQUE for a tensor without; None where other axes are labelled too."""
+        labels = self.labels(x)
+        return np.full(x.shape[axis], OPAQUE) if labels is None else labels.along(axis)
+
+    def layer_of(self, weight: Tensor) -> str | None:
+        """The layer that a weight belongs to."""
+        path = self.names[id(weight)].rpartition(".")[0]
+        return path if path in self.modules and layer_type(self.modules[path]) else None
+
+    def pin(self, ids: Ids, op: str, why: str) -> None:
+        """These must stay."""
+        ids = np.unique(ids)
+        ids = ids[ids > OPAQUE]
+        if len(ids):
+            self.graph.pins.append(Pin(ids, op, user_line(), why))
+
+    def pin_tensor(self, x: Any, op: str, why: str) -> None:
+        labels = self.labels(x) if isinstance(x, Tensor) else None
+        if labels is not None:
+            self.pin(labels.numbers(), op, why)

@@ -1,0 +1,161 @@
+"""The ops that mix channels by a weight: convolutions, linear layers, Hugging Face's Conv1D; and embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from sosp.flow.book import Book
+from sosp.flow.graph import OPAQUE, Combine, Dense, Ids, Slices
+from sosp.flow.labels import Labels, vector
+from sosp.flow.ops import CONVOLUTIONS, TRANSPOSED, arguments
+from sosp.flow.probe import Call
+
+DENSE = CONVOLUTIONS | TRANSPOSED | {"linear", "addmm"}
+
+
+@dataclass(frozen=True)
+class Use:
+    """One call of such an op."""
+
+    op: str
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    groups: int
+    shape: tuple[int, ...]  # of the output
+    axis: int  # of the channels, in input and output
+
+    @property
+    def width(self) -> int:
+        return self.shape[self.axis % len(self.shape)]
+
+    @property
+    def transposed(self) -> bool:
+        return self.op in TRANSPOSED
+
+    @property
+    def out_axis(self) -> int:
+        """Of the weight."""
+        return 1 if self.transposed or self.op == "addmm" else 0
+
+    @property
+    def kernel(self) -> int:
+        """Elements of the weight per pair of channels."""
+        return self.weight.numel() * self.groups // (self.width * self.x.shape[self.axis])
+
+    def positions(self, examples: int) -> float:
+        """How often a filter is applied to one example."""
+        sizes = tuple(self.x.shape) if self.transposed else self.shape
+        return float(np.prod(sizes) / sizes[self.axis % len(sizes)] / examples)
+
+
+def dense(book: Book, call: Call, args: Any, kwargs: Any) -> Labels | None:
+    """The labels of the output; None where it is no such op after all."""
+    given = arguments(call.name, args, kwargs)
+    x, weight = given["input"], given["weight"]
+    axis = -1 if call.name in ("linear", "addmm") else 1
+    use = Use(call.name, x, weight, given.get("bias"), given.get("groups", 1), call.shapes[0], axis)
+    if call.name == "addmm" and (
+        id(weight) not in book.names or not book.layer_of(weight) or {"alpha", "beta"} & set(kwargs)
+    ):
+        return None
+    if axis == 1 and x.dim() != weight.dim():  # without a batch
+        return None
+    into = book.channels(x, axis)
+    if into is None:
+        book.pin_tensor(x, call.name, "its input has channels on several axes")
+        into = np.full(x.shape[axis], OPAQUE)
+    if id(weight) not in book.names:
+        return _computed(book, use)
+    layer = _layer(book, use, into)
+    if layer is None:
+        return vector(np.full(use.width, OPAQUE), axis, use.shape)
+    layer.into.append(into)
+    layer.positions[book.mode] = layer.positions.get(book.mode, 0.0) + use.positions(book.examples)
+    return vector(_output(book, use, layer, into), axis, use.shape)
+
+
+def _layer(book: Book, use: Use, into: Ids) -> Dense | None:
+    """What is known of the weight; None where it was used in another way before."""
+    graph, name = book.graph, book.names[id(use.weight)]
+    layer = graph.dense.get(name)
+    if layer is None:
+        bias = book.names.get(id(use.bias)) if use.bias is not None else None
+        layer = graph.dense[name] = Dense(
+            name, book.layer_of(use.weight) or "", bias, use.out_axis, 1 - use.out_axis,
+            use.groups, use.transposed, graph.fresh(use.width), kernel=use.kernel,
+        )  # fmt: skip
+    elif (layer.out_axis, layer.groups) != (use.out_axis, use.groups) or len(layer.out) != use.width:
+        for ids in (layer.out, into, *layer.into):
+            book.pin(ids, use.op, "one weight is used in two ways")
+        return None
+    for other in layer.into:
+        graph.tie(other, into)
+    raw = graph.slices.get(name)
+    if raw is not None and raw.axis == layer.in_axis:  # an embedding tied to the output layer
+        graph.tie(raw.ids, into)
+    elif raw is not None:
+        graph.tie(raw.ids, layer.out)
+        book.pin(into, use.op, "the weight is also used by hand, all of its columns")
+    return layer
+
+
+def _output(book: Book, use: Use, layer: Dense, into: Ids) -> Ids:
+    if use.bias is not None:
+        _tie_bias(book, use, layer.out)
+    elif use.groups > 1 and use.groups == len(into):  # depthwise without bias: nothing in, nothing out
+        out = book.graph.fresh(use.width)
+        book.graph.tie(out, layer.out)
+        source = np.repeat(into, use.width // use.groups)
+        book.graph.steps.append(Combine(out, (source[:, None],), (True,), False))
+        return out
+    return layer.out
+
+
+def _tie_bias(book: Book, use: Use, out: Ids) -> None:
+    assert use.bias is not None
+    ids = book.channels(use.bias, 0)
+    if ids is None or len(ids) != len(out):
+        book.pin(out, use.op, "its bias is not one number per channel")
+    else:
+        book.graph.tie(ids, out)
+
+
+def _computed(book: Book, use: Use) -> Labels:
+    """A weight that the code computes: its rows may follow the channels of what it is computed from."""
+    book.pin_tensor(use.x, use.op, "its weight is computed: no column of it can be dropped")
+    rows = book.channels(use.weight, use.out_axis)
+    if rows is None or len(rows) != use.width or use.groups > 1:
+        book.pin_tensor(use.weight, use.op, "its weight is computed")
+        rows = np.full(use.width, OPAQUE)
+    if use.bias is not None:
+        _tie_bias(book, use, rows)
+    key = f"{book.module}:{use.op}"
+    into = np.full(use.x.shape[use.axis], OPAQUE)
+    layer = book.graph.dense.setdefault(
+        key,
+        Dense(
+            key, book.module, None, use.out_axis, 1 - use.out_axis, use.groups, use.transposed,
+            rows, [into], kernel=use.kernel, narrow=False,
+        ),
+    )  # fmt: skip
+    layer.positions[book.mode] = layer.positions.get(book.mode, 0.0) + use.positions(book.examples)
+    return vector(rows, use.axis, use.shape)
+
+
+def embedding(book: Book, call: Call, args: Any, kwargs: Any) -> Labels | None:
+    """Rows picked by number: the channels are the columns of the table."""
+    table = args[1] if len(args) > 1 else kwargs["weight"]
+    name = book.names.get(id(table))
+    if name is None:
+        return None
+    known = book.graph.slices.get(name)
+    if known is None:
+        known = book.graph.slices[name] = Slices(name, 1, book.graph.fresh(table.shape[1]))
+        for into in book.graph.dense[name].into if name in book.graph.dense else []:
+            book.graph.tie(into, known.ids)
+    return vector(known.ids, -1, call.shapes[0])

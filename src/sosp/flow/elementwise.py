@@ -1,0 +1,143 @@
+"""The ops that treat channels one by one, whatever they are: found by slicing their operands and comparing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+import torch
+
+from sosp.flow.book import Book
+from sosp.flow.graph import Combine, Ids, Slices
+from sosp.flow.labels import Labels, vector
+from sosp.flow.probe import Call, Sliced, sliced
+
+Pairs = tuple[tuple[int, int], ...]  # (operand, its axis)
+MOST = 27  # combinations of axes that are tried
+
+
+def elementwise(book: Book, call: Call, given: dict[int, Labels | None]) -> list[Labels] | None:
+    """The labels of the outputs, if the op can be sliced along labelled axes; None if it cannot."""
+    labelled = {k: x for k, x in given.items() if x is not None and x.varying}
+    if not labelled:
+        return None
+    labelled |= _parameters(book, call, given, labelled)
+    axes = {tuple(pairs.items()): found for pairs in _aligned(labelled) if (found := sliced(call, pairs)) is not None}
+    covered = {pair for pairs in axes for pair in pairs}
+    out: list[Labels] | None = None
+    if axes and all((k, d) in covered for k, x in labelled.items() for d in x.varying):
+        out = _every_axis(book, call, labelled, axes)
+    else:
+        for pairs, found in [*axes.items(), *_elsewhere(call, labelled, axes)]:
+            if {k for k, _ in pairs} == set(labelled):
+                out = _one_axis(book, call, labelled, dict(pairs), found)
+                break
+    if out is not None:
+        for k, x in given.items():  # one channel that meets many of another tensor
+            if x is not None and not x.varying and k not in labelled:
+                book.pin(x.numbers(), call.name, "one channel is spread over many")
+    return out
+
+
+def _aligned(labelled: dict[int, Labels]) -> list[dict[int, int]]:
+    """Candidate axes: operands laid under each other from the right, as broadcasting does."""
+    found: dict[int, dict[int, int]] = {}
+    for k, x in labelled.items():
+        for d in x.varying:
+            found.setdefault(d - len(x.shape), {})[k] = d
+    return list(found.values())
+
+
+def _elsewhere(call: Call, labelled: dict[int, Labels], tried: dict[Pairs, Sliced]) -> Iterator[tuple[Pairs, Sliced]]:
+    """Axes that do not stand under each other (einsum)."""
+    choices = [[(k, d) for d in x.varying] for k, x in labelled.items()]
+    for pairs in list(product(*choices))[:MOST]:
+        if pairs not in tried and len({call.leaves[k].shape[d] for k, d in pairs}) == 1:
+            found = sliced(call, dict(pairs))
+            if found is not None:
+                yield pairs, found
+
+
+def _parameters(
+    book: Book, call: Call, given: dict[int, Labels | None], labelled: dict[int, Labels]
+) -> dict[int, Labels]:
+    """Parameters with several long axes follow the channels they meet (a scale of shape (heads, 1, d))."""
+    if len(labelled) != 1 or len(call.shapes) != 1:
+        return {}
+    (x,) = labelled.values()
+    found: dict[int, Labels] = {}
+    for k in call.tensors:
+        p = call.leaves[k]
+        name = book.names.get(id(p))
+        if given[k] is not None or name is None or name in book.graph.dense or len(x.varying) != 1:
+            continue
+        d = x.varying[0] - len(x.shape) + p.dim()
+        if d >= 0 and p.dim() > 1 and p.shape[d] == x.shape[x.varying[0]]:
+            known = book.graph.slices.get(name) or Slices(name, d, book.graph.fresh(p.shape[d], parametric=True))
+            if known.axis == d:
+                book.graph.slices[name] = known
+                found[k] = vector(known.ids, d, p.shape)
+                book.put(p, found[k])
+    return found
+
+
+def _every_axis(book: Book, call: Call, labelled: dict[int, Labels], axes: dict[Pairs, Sliced]) -> list[Labels] | None:
+    """Each labelled axis of each operand can be sliced: labels go element by element."""
+    kills = {k: z for pairs, found in axes.items() for (k, _), z in zip(pairs, found.kills, strict=True)}
+    everything = next(iter(axes.values())).all
+    results: list[Labels] = []
+    ids: Ids | None = None
+    for i, shape in enumerate(call.shapes):
+        arrays = []
+        for k, x in labelled.items():
+            target = {d: found.axes[i] for pairs, found in axes.items() for kk, d in pairs if kk == k}
+            arrays.append(_placed(x, target, len(shape)))
+        together = np.broadcast_arrays(*arrays)
+        if ids is None or ids.size != together[0].size:
+            ids = _combined(book, [a.reshape(-1, 1) for a in together], [kills[k] for k in labelled], everything)
+        results.append(Labels(torch.from_numpy(ids.reshape(together[0].shape).copy()), shape))
+    return results
+
+
+def _placed(x: Labels, target: dict[int, int], dim: int) -> np.ndarray:
+    """The labels of an operand laid out along the output's axes: its axis d becomes ``target[d]``."""
+    core = x.core.numpy()
+    order = sorted(x.varying, key=lambda d: target[d])
+    sizes = [1] * dim
+    for d in order:
+        sizes[target[d]] = core.shape[d]
+    return core.transpose([*order, *(d for d in range(core.ndim) if d not in order)]).reshape(sizes)
+
+
+def _one_axis(book: Book, call: Call, labelled: dict[int, Labels], dims: dict[int, int], found: Sliced) -> list[Labels]:
+    """Only whole slices along one axis are independent (a head of attention): all in a slice stay together."""
+    matrices = []
+    for k, x in labelled.items():
+        rows = np.moveaxis(_spread(x, dims[k]), dims[k], 0)
+        matrices.append(rows.reshape(len(rows), -1))
+        book.graph.tie(matrices[-1][:, :1], matrices[-1])
+    order = list(dims)
+    ids = _combined(book, matrices, [found.kills[order.index(k)] for k in labelled], found.all)
+    return [vector(ids, d, shape) for d, shape in zip(found.axes, call.shapes, strict=True)]
+
+
+def _spread(x: Labels, axis: int) -> np.ndarray:
+    """The labels with one axis at its full size, the others as short as they are."""
+    sizes = list(x.core.shape)
+    sizes[axis] = x.shape[axis]
+    return x.core.expand(sizes).numpy()
+
+
+def _combined(book: Book, operands: list[Ids], kills: list[bool], everything: bool) -> Ids:
+    """The values behind an op: the operand's own where nothing but parameters joins it and zero stays zero."""
+    graph = book.graph
+    values = [k for k, x in enumerate(operands) if not graph.is_parametric(x)]
+    for x in operands[1:]:
+        graph.tie(operands[0][:, 0], x[:, 0])
+    if len(values) == 1 and kills[values[0]] and operands[values[0]].shape[1] == 1:
+        return operands[values[0]][:, 0]
+    out = graph.fresh(len(operands[0]), parametric=not values)
+    graph.tie(out, operands[0][:, 0])
+    graph.steps.append(Combine(out, tuple(operands), tuple(kills), everything))
+    return out

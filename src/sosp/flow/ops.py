@@ -1,0 +1,95 @@
+"""Ops by name, the user's line that called one, and how to call it without computing anything."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import resolve_name
+from torch.utils._pytree import tree_leaves
+
+CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
+TRANSPOSED = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
+DROPOUTS = frozenset(
+    {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
+)
+COMPOSITE = frozenset({"multi_head_attention_forward"})  # made of ops that are followed one by one
+NORMALISATIONS = frozenset({"batch_norm", "instance_norm"})
+VALUES = frozenset(  # they look at numbers
+    {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal", "allclose"}
+)
+SIZES = frozenset({"shape", "size", "__len__", "numel", "nelement", "stride"})
+TORCH = str(Path(torch.__file__).parent)
+OURS = str(Path(__file__).parent.parent)
+
+_names: dict[Any, str] = {}
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """``relu`` for torch.relu_, Tensor.relu, F.relu; the property's name for a getter."""
+    try:
+        found = _names.get(func)
+    except TypeError:
+        return getattr(func, "__name__", str(func))
+    if found is None:
+        parts = (resolve_name(func) or getattr(func, "__name__", str(func))).split(".")
+        found = parts[-2] if parts[-1] == "__get__" and len(parts) > 1 else parts[-1]
+        if not found.startswith("__"):
+            found = found.rstrip("_")
+        _names[func] = found
+    return found
+
+
+def user_line() -> str:
+    """``file.py:12``: the innermost line that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((TORCH, OURS, "<")):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+def run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Call an op. On the meta device torch takes a millisecond to find the shape of a norm: it is its input's."""
+    x = args[0] if args else None
+    if name not in NORMALISATIONS or not isinstance(x, Tensor) or not x.is_meta:
+        return func(*args, **kwargs)
+    widths = {y.numel() for y in tree_leaves((args[1:], kwargs)) if isinstance(y, Tensor)}
+    if widths - {x.shape[1]}:
+        raise ValueError(f"{name} over {x.shape[1]} channels with parameters for {widths}")
+    return torch.empty_like(x)
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Torch's python functions ask first whether somebody overrides them; a composite one was asked already."""
+    functional: Any = F
+    before = functional.has_torch_function
+    functional.has_torch_function = lambda *args: False
+    try:
+        yield
+    finally:
+        functional.has_torch_function = before
+
+
+def arguments(name: str, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a convolution, a linear layer or ``addmm(bias, input, weight)`` by name."""
+    if name == "addmm":
+        names = ["bias", "input", "weight"]
+        kwargs = {{"mat1": "input", "mat2": "weight"}.get(k, k): v for k, v in kwargs.items()}
+        if len(args) < 3 and "input" in kwargs and "bias" not in kwargs and not args:
+            kwargs = {"bias": kwargs.pop("input"), **kwargs}
+    elif name in TRANSPOSED:
+        names = ["input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"]
+    else:
+        names = ["input", "weight", "bias", "stride", "padding", "dilation", "groups"]
+    return dict(zip(names, args, strict=False)) | kwargs
