@@ -1,4 +1,4 @@
-"""The pieces a shrunk network may contain: a scatter of channels to their places, and what is left of an empty layer."""
+"""The pieces a shrunk network may contain: a scatter of channels, and what is left of an empty layer."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ class Scatter(nn.Module):
         places = (index >= 0).nonzero().flatten()
         self.dense = len(places) == len(index)  # nothing is zero: it only drops or reorders
         self.whole = torch.equal(index[places], torch.arange(given))  # it takes every channel, in order
-        for name, value in {
-            "index": index, "places": places, "source": index[places], "inverse": index.clamp_min(0), "empty": index < 0,
-        }.items():  # fmt: skip
+        kept = {"index": index, "places": places, "source": index[places]}
+        for name, value in {**kept, "inverse": index.clamp_min(0), "empty": index < 0}.items():
             self.register_buffer(name, value, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:

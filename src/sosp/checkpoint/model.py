@@ -141,7 +141,7 @@ def check_model(saved: Saved, model: nn.Module) -> None:
 def _check_ties(saved: Saved, places: Mapping[str, Tensor]) -> None:
     """What is one tensor in the file is one in the model, and the other way round."""
     for name, first in saved.aliases.items():
-        if False:
+        if memory(places[name]) != memory(places[first]):
             raise CheckpointError(
                 f"{name!r} and {first!r} are one tensor in the file and two in the model; tie them before loading."
             )
