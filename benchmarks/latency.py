@@ -67,6 +67,29 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+class Graphed(nn.Module):
+    """The whole network as one CUDA graph: no time is lost in launching its kernels."""
+
+    def __init__(self, model: nn.Module, x: torch.Tensor) -> None:
+        super().__init__()
+        self.model, self.x = model, x.clone()
+        with torch.inference_mode():
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    model(self.x)
+            stream.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.y = model(self.x)
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.x.copy_(x)
+        self.graph.replay()
+        return self.y
+
+
 def make(model: nn.Module, ratios: list[float], size: int) -> list[Variant]:
     """The network itself, and for every ratio coupled and independent masks of equal MACs, rounded to 8 or not."""
     x = torch.randn(2, 3, size, size)
@@ -82,21 +105,23 @@ def make(model: nn.Module, ratios: list[float], size: int) -> list[Variant]:
             mask = sosp.select(saliency["coupled"], ratio=ratio, round_to=round_to)
             found.append(variant(model, mask, x, f"coupled {ratio:.0%}" + f", rounded to {round_to}" * (round_to > 1)))
             macs = found[-1].cost.macs if round_to == 1 else macs
-        for round_to in (1, 8):
+        for round_to, join in ((1, "scatter"), (8, "scatter"), (8, "zeros")):
             mask = sosp.select(saliency["independent"], macs=macs, round_to=round_to)
-            name = f"independent, MACs of coupled {ratio:.0%}" + f", rounded to {round_to}" * (round_to > 1)
-            found.append(variant(model, mask, x, name))
+            name = f"independent, {join}, MACs of coupled {ratio:.0%}" + f", rounded to {round_to}" * (round_to > 1)
+            found.append(variant(model, mask, x, name, join, round_to))
     return found
 
 
-def variant(model: nn.Module, mask: sosp.Mask, x: torch.Tensor, name: str) -> Variant:
-    small = sosp.shrink(model, mask, x, verify=False)
+def variant(
+    model: nn.Module, mask: sosp.Mask, x: torch.Tensor, name: str, join: str = "scatter", round_to: int = 1
+) -> Variant:
+    small = sosp.shrink(model, mask, x, join=join, round_to=round_to)
     scatters = sum(isinstance(m, Scatter) for m in small.modules())
-    return Variant(name, small, sosp.count(model, x, mask), scatters)
+    return Variant(name, small, sosp.count(small, x), scatters)
 
 
 def columns(options: argparse.Namespace) -> list[str]:
-    ways = ["eager", *(["compiled"] if options.compile else [])]
+    ways = ["eager", *(["CUDA graph"] if options.device == "cuda" else []), *(["compiled"] if options.compile else [])]
     return [f"batch {b}, {way}" for b in options.batch for way in ways]
 
 
@@ -110,6 +135,8 @@ def measure(
     if way == "compiled":
         torch._dynamo.reset()
         models = {name: torch.compile(m.eval()) for name, m in models.items()}
+    if way == "CUDA graph":
+        models = {name: Graphed(m.eval(), x.to(device)) for name, m in models.items()}
     return sosp.latency(models, x, device=device, runs=options.runs, warmup=8)
 
 

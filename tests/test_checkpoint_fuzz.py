@@ -54,8 +54,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     check_same(load(path, model), small)
     fsync, os.fsync = os.fsync, lambda handle: None  # thousands of files that nobody needs after a crash
     limit = resource.getrlimit(resource.RLIMIT_AS)
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, limit[1]))
+    if (pages := Path("/proc/self/statm")).exists():  # elsewhere without a limit
+        size = int(pages.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, limit[1]))
     yield path, model, small, everything(model)
     resource.setrlimit(resource.RLIMIT_AS, limit)
     os.fsync = fsync
@@ -176,7 +177,7 @@ def check_forged(target: Target, document: Any, tensors: dict[str, Tensor]) -> N
         assert set(mine.values()) == set(theirs.values())
 
 
-@fuzz(1200)
+@fuzz(900)
 @given(seed=SEEDS)
 def test_forged_descriptions(target: Target, seed: int) -> None:
     text, tensors = file.read(target[0])
@@ -186,7 +187,7 @@ def test_forged_descriptions(target: Target, seed: int) -> None:
     check_forged(target, document, tensors)
 
 
-@fuzz(500)
+@fuzz(400)
 @given(seed=SEEDS)
 def test_forged_tensors(target: Target, seed: int) -> None:
     text, tensors = file.read(target[0])

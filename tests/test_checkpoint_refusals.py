@@ -249,6 +249,7 @@ FORGED_RECIPES = {
         {"sizes": {"conv9": {"groups": 1}}},
         r"has no layer 'conv9', which a recipe changes\. Did you mean",
     ),
+    "no such tensor": ({"slices": {"conv1.nothing": {"0": 0}}}, "does not have 'conv1.nothing', which a recipe cuts"),
     "a method": ({"sizes": {"conv1": {"forward": 1}}}, "sets 'forward' of 'conv1', which is no size"),
     "a class": ({"sizes": {"conv1": {"__class__": 1}}}, "sets '__class__' of 'conv1', which is no size"),
     "a flag": ({"sizes": {"conv1": {"training": 1}}}, "sets 'training' of 'conv1', which is no size"),

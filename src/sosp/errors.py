@@ -57,3 +57,10 @@ def one_of(what: str, found: object, known: Iterable[str]) -> None:
         raise ArgumentError(
             f"{what}={found!r} is not known.{nearest(str(found), names)} Choose one of: {', '.join(names)}."
         )
+
+
+def whole_number(what: str, found: object, least: int = 1) -> int:
+    """Refuse what is no whole number, or too small."""
+    if isinstance(found, bool) or not isinstance(found, int) or found < least:
+        raise ArgumentError(f"{what}={found!r} must be a whole number, {least} at least.")
+    return found

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from sosp.data import call
-from sosp.errors import ArgumentError
+from sosp.errors import ArgumentError, whole_number
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,14 @@ def latency(
     that what disturbs one disturbs the others alike, and the result is a dict of the same names. ``device``: where to
     run (copies are moved there); where the model is, if nothing is said. On a GPU, the GPU's own clock is read.
     """
-    for name, value in (("runs", runs), ("warmup", warmup)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < (name == "runs"):
-            raise ArgumentError(
-                f"{name}={value!r} must be a whole number" + (", one at least." if name == "runs" else ".")
-            )
+    whole_number("runs", runs)
+    whole_number("warmup", warmup, least=0)
     models = dict(model) if isinstance(model, Mapping) else {"": model}
     if not models or not all(isinstance(m, nn.Module) for m in models.values()):
         raise ArgumentError("latency takes a module, or a dict of names and modules.")
     where = torch.device(device) if device is not None else _home(next(iter(models.values())))
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
     calls = {name: _prepared(m, example, where) for name, m in models.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     with torch.inference_mode():
@@ -68,13 +67,13 @@ def latency(
 
 
 def _home(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+    return next((x.device for x in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
 
 
 def _prepared(model: nn.Module, example: Any, where: torch.device) -> Callable[[], float]:
-    """One timed call of a copy in eval mode (of the model itself, where it is compiled: copies lose that)."""
-    twin = model if hasattr(model, "_orig_mod") else copy.deepcopy(model)
-    twin = twin.eval().to(where)
+    """One timed call, of the model itself if it is there and in eval mode (compiled ones cannot be copied)."""
+    ready = _home(model) == where and not any(m.training for m in model.modules())
+    twin = model if ready else copy.deepcopy(model).eval().to(where)
     inputs = tree_map(lambda x: x.to(where) if isinstance(x, Tensor) else x, example)
     return lambda: (_on_gpu if where.type == "cuda" else _on_cpu)(lambda: call(twin, inputs))
 

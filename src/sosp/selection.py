@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sosp.cost import cost_of, whole_cost
-from sosp.errors import ArgumentError, DisconnectedError, one_of
+from sosp.errors import ArgumentError, DisconnectedError, one_of, whole_number
 from sosp.mask import Mask
 from sosp.progress import track
 from sosp.records import INPUT, OUTPUT, Saliency, Structures
@@ -43,8 +43,7 @@ def select(
     budget = _budget(ratio, params, macs)
     if scale is not None:
         one_of("scale", scale, SCALES)
-    if isinstance(round_to, bool) or not isinstance(round_to, int) or round_to < 1:
-        raise ArgumentError(f"round_to={round_to!r} must be a positive whole number.")
+    whole_number("round_to", round_to)
     room = Room(structures, cap, saliency.scores.device)
     weights = _weights(structures, scale)
     if budget is None:

@@ -8,34 +8,46 @@ from typing import Any
 from torch import nn
 
 from sosp.cost import Cost, cost_of
-from sosp.errors import StructureError
+from sosp.errors import StructureError, one_of, whole_number
 from sosp.flow import Flow, trace
-from sosp.flow.plan import plan
+from sosp.flow.layout import Style
+from sosp.flow.plan import plan, set_zero
 from sosp.mask import Mask, check_mask, masked
 from sosp.recipe import Recipe, apply
 from sosp.verify import check_same
 
+JOINS = ("scatter", "zeros")
 
-def shrink(model: nn.Module, mask: Mask, example: Any, *, verify: bool = True) -> nn.Module:
+
+def shrink(
+    model: nn.Module, mask: Mask, example: Any, *, verify: bool = True, join: str = "scatter", round_to: int = 1
+) -> nn.Module:
     """A smaller copy of ``model`` that computes what ``sosp.masked(model, mask)`` computes, in eval and train mode.
 
-    Class, code and names stay the same; filters, neurons and the inputs they fed are physically gone. Where a layer
-    keeps fewer channels than the stream it feeds, a scatter puts them in place; a layer that lost all of them is
-    replaced by zeros without parameters. ``verify`` compares the two networks on the example.
+    Class, code and names stay the same; filters, neurons and the inputs they fed are physically gone. A layer that
+    lost all of them is replaced by zeros without parameters. ``verify`` compares the two networks on the example.
+
+    Where a layer keeps fewer channels than the stream it feeds, ``join="scatter"`` puts them in place;
+    ``join="zeros"`` lets it compute the missing ones with weights of zero instead: more to compute but one op less,
+    for inference where ops are what takes time (training would bring those weights back). ``round_to=8`` rounds the
+    widths of the streams up, as fast kernels like them; round those of the layers in ``select``.
     """
     check_mask(model, mask)
+    one_of("join", join, JOINS)
     if mask.kind == "weights":
         raise StructureError("single weights cannot be cut out of a layer: use sosp.masked, or kind='filters'.")
-    return shrink_along(model, mask, example, trace(model, example), verify=verify)[0]
+    style = Style(join, whole_number("round_to", round_to))
+    return shrink_along(model, mask, example, trace(model, example), style, verify=verify)[0]
 
 
 def shrink_along(
-    model: nn.Module, mask: Mask, example: Any, flow: Flow, *, verify: bool = True
+    model: nn.Module, mask: Mask, example: Any, flow: Flow, style: Style | None = None, *, verify: bool = True
 ) -> tuple[nn.Module, Cost]:
     """``shrink`` with the channel flow at hand, which may learn of more pins; and what the result costs."""
     removed = flow.removed(mask.removed, {layer.name: layer.norms for layer in mask.layers})
-    layout, recipe = plan(model, flow, removed, example)
+    layout, recipe = plan(model, flow, removed, example, style)
     small = cooked(model, recipe)
+    set_zero(small, flow.graph, layout, removed)
     if verify:
         check_same(small, masked(model, mask), example, flow.modes)
     return small, cost_of(flow, layout)

@@ -69,7 +69,7 @@ class Indices:
 
     def placing(self, value: Any, at: str) -> Placing:
         found = fields(index=self.any, axis=AXIS, given=whole)(value, at)
-        self.below(value["index"], f"{at}.index", -1, None)
+        self.below(value["index"], f"{at}.index", -1, found["given"])
         return Placing(**found)
 
     def recipe(self, value: Any, at: str) -> Recipe:

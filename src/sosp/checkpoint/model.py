@@ -27,7 +27,8 @@ def plain(model: Any) -> nn.Module:
     """The model itself: what torch.compile wraps goes by its own name. Refuse what has no numbers."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"{model!r:.80} is a {type(model).__name__}; give a torch.nn.Module.")
-    model = model._modules.get("_orig_mod") or model
+    inside = model._modules.get("_orig_mod")
+    model = model if inside is None else inside
     refuse_uninitialised(model)
     for name, x in tensors_of(model).items():
         if x.is_meta:
@@ -54,7 +55,8 @@ def refuse_hooks(model: nn.Module) -> None:
     """A checkpoint holds tensors and recipes; a mask that acts by hooks, or a part that was shrunk, would be lost."""
     for name, module in model.named_modules():
         if name and vars(module).get("sosp_recipes"):
-            raise CheckpointError(f"only its part {name!r} was shrunk. Save that part: sosp.save(path, model.{name}).")
+            part = f"sosp.save(path, model.get_submodule({name!r}))"
+            raise CheckpointError(f"only its part {name!r} was shrunk. Save that part: {part}.")
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if any(isinstance(hook, GateHook | InputHook | ZeroWeights) for hook in hooks):
             raise CheckpointError(
@@ -200,9 +202,10 @@ def _laid_out(x: Tensor, layout: str, device: torch.device) -> Tensor:
 def _operate(twin: nn.Module, recipe: Recipe, start: Mapping[str, Shape]) -> None:
     """Apply a recipe; the tensors from the file are as it leaves them, only what is not in the file is cut."""
     _check_modules(twin, recipe, max(map(prod, start.values()), default=0))
-    left = transient(twin)
-    for name in {*recipe.slices, *recipe.grouped} & left.keys():
-        if prod(after(tuple(left[name].shape), recipe, name)) > GROWTH * prod(start.get(name, ())):
+    cut, left = {*recipe.slices, *recipe.grouped}, transient(twin)
+    _refuse_some("the model does not have {}, which a recipe cuts.", cut - start.keys())
+    for name in cut & left.keys():
+        if prod(after(tuple(left[name].shape), recipe, name)) > GROWTH * prod(start[name]):
             raise CheckpointError(f"a recipe makes {name!r} more than {GROWTH} times larger.")
     slices = {name: axes for name, axes in recipe.slices.items() if name in left}
     grouped = {name: pair for name, pair in recipe.grouped.items() if name in left}

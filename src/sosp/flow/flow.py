@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from sosp.data import call
 from sosp.errors import StructureError
 from sosp.flow.graph import OPAQUE, ZERO, Cut, Graph, Ids, Pin, components
-from sosp.flow.layout import Layout, solve
+from sosp.flow.layout import Layout, Style, solve
 from sosp.flow.plan import plan
 from sosp.flow.tracer import Tracer
 from sosp.flow.twin import few, meta_copy, on_device, quiet, rows, tensors_of
@@ -211,9 +211,9 @@ class Flow:
         read = np.concatenate([np.zeros(0, dtype=int), *(into for d in self.graph.dense.values() for into in d.into)])
         return read[~zero[read]]
 
-    def layout(self, removed: Mapping[str, np.ndarray]) -> Layout:
+    def layout(self, removed: Mapping[str, np.ndarray], style: Style | None = None) -> Layout:
         """What stays when these module outputs are set to zero."""
-        return solve(self.graph, self.classes, self.pins, removed)
+        return solve(self.graph, self.classes, self.pins, removed, style or Style())
 
 
 def trace(model: nn.Module, example: Any) -> Flow:

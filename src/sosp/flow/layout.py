@@ -11,6 +11,14 @@ from sosp.flow.graph import Cut, Dense, Graph, Ids
 
 
 @dataclass(frozen=True)
+class Style:
+    """How a network is laid out where there is a choice."""
+
+    join: str = "scatter"  # a layer with fewer channels than its stream: "scatter" them, or fill up with "zeros"
+    round_to: int = 1  # widths of the inputs of layers are multiples of this, where there are enough channels
+
+
+@dataclass(frozen=True)
 class Layout:
     """What stays: a class of values as a whole, in every tensor it stands in."""
 
@@ -18,6 +26,11 @@ class Layout:
     zero: np.ndarray  # (values,) which are identically zero
     needed: np.ndarray  # (values,) which stay because something needs them, not only so that no tensor is empty
     emptied: frozenset[str]  # weights of layers that nothing needs any more
+    filled: frozenset[str] = frozenset()  # modules that compute their removed channels, with weights of zero
+
+    def zeroed(self, cut: Cut) -> bool:
+        """What leaves here is zero by its weights; nothing has to be put there."""
+        return cut.module in self.filled
 
 
 def whole(count: int) -> Layout:
@@ -26,10 +39,10 @@ def whole(count: int) -> Layout:
     return Layout(ones, ones == 0, ones == 1, frozenset())
 
 
-def solve(graph: Graph, classes: Ids, pinned: Ids, removed: Mapping[str, np.ndarray]) -> Layout:
+def solve(graph: Graph, classes: Ids, pinned: Ids, removed: Mapping[str, np.ndarray], style: Style) -> Layout:
     """The layout when ``removed[module]`` (n,) of a module's output channels are set to zero."""
     zero = graph.zeros(dict(removed))
-    work = Needs(graph, classes, zero)
+    work = Needs(graph, classes, zero, style)
     work.need(np.array([0, 1]))
     work.need(pinned)
     work.settle()
@@ -37,18 +50,20 @@ def solve(graph: Graph, classes: Ids, pinned: Ids, removed: Mapping[str, np.ndar
     work.emptied = frozenset(
         d.weight for d in graph.dense.values() if d.narrow and d.module in graph.calls and not needed[d.out].any()
     )
-    while work.fill():
+    while work.fill() or work.fill_up():
         work.settle()
-    return Layout(work.kept[classes].astype(np.int64), zero, needed, work.emptied)
+    filled = frozenset(c.module for c in work.cuts if work.fillable(c)) if style.join == "zeros" else frozenset()
+    return Layout(work.kept[classes].astype(np.int64), zero, needed, work.emptied, filled)
 
 
 class Needs:
     """Grow the set of kept classes until every rule holds; it only grows, so the order does not matter."""
 
-    def __init__(self, graph: Graph, classes: Ids, zero: np.ndarray) -> None:
-        self.graph, self.classes, self.zero = graph, classes, zero
+    def __init__(self, graph: Graph, classes: Ids, zero: np.ndarray, style: Style) -> None:
+        self.graph, self.classes, self.zero, self.style = graph, classes, zero, style
         self.kept = np.zeros(graph.count, dtype=bool)  # at the class's smallest member
         self.emptied: frozenset[str] = frozenset()
+        self.layers = {d.module: d for d in graph.dense.values()}
         self.cuts = [s for s in reversed(graph.steps) if isinstance(s, Cut)]
         self.dense = list(reversed(graph.dense.values()))
         self.tensors = list(
@@ -117,6 +132,29 @@ class Needs:
             others = tuple(q for q in range(core.ndim) if q != d)
             whole &= kept.any(axis=others, keepdims=True)
         self.need(core[whole])
+
+    def fill_up(self) -> bool:
+        """Round widths up; where zeros are to be computed, keep a row for every channel of the stream."""
+        before = int(self.kept.sum())
+        for d in self.dense:
+            if self.style.round_to > 1 and d.groups == 1 and d.into and self.has(d.out).any():
+                ids = np.unique(self.classes[d.into[0]])
+                kept = self.kept[ids]
+                self.need(ids[~kept][: -int(kept.sum()) % self.style.round_to])
+        if self.style.join == "zeros":
+            for cut in self.cuts:
+                if self.fillable(cut):
+                    self.need(cut.into[self.has(cut.out)])
+        return int(self.kept.sum()) != before
+
+    def fillable(self, cut: Cut) -> bool:
+        """Its weights can be set to zero, and zero weights give zero: a layer, or a norm with a scale and a shift."""
+        layer = self.layers.get(cut.module)
+        if not self.has(cut.given).any() or not np.array_equal(cut.index, np.arange(len(cut.given))):
+            return False
+        if layer is not None:
+            return layer.narrow and layer.weight not in self.emptied and not (layer.transposed and layer.groups > 1)
+        return all(f"{cut.module}.{key}" in self.graph.slices for key in ("weight", "bias"))
 
     def fill(self) -> bool:
         """A tensor keeps at least one channel, even if nothing needs it: many ops refuse empty ones."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sosp.flow.graph import Cut, Dense, Graph, Pin
-from sosp.flow.layout import Layout
+from sosp.flow.layout import Layout, Style
 from sosp.flow.rehearsal import Rehearsal, rehearse
 from sosp.flow.twin import few, meta_copy, on_device, quiet
 from sosp.layers import is_norm, layer_type
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 Removed = Mapping[str, np.ndarray]  # module -> (n,) which of its output channels are set to zero
 
 
-def plan(model: nn.Module, flow: Flow, removed: Removed, example: Any) -> tuple[Layout, Recipe]:
+def plan(
+    model: nn.Module, flow: Flow, removed: Removed, example: Any, style: Style | None = None
+) -> tuple[Layout, Recipe]:
     """What stays and how to get there, tried out op by op; ``flow`` learns what has to be pinned."""
     inputs = few(example)
     while True:
-        layout = flow.layout(removed)
+        layout = flow.layout(removed, style)
         recipe = write(model, flow.graph, layout, removed)
         pins = _trouble(model, flow, layout, recipe, inputs)
         if not pins:
@@ -167,8 +169,28 @@ def _placing(cuts: list[Cut], layout: Layout, removed: np.ndarray | None) -> Pla
     place = np.full(len(cut.given) + 1, -1)
     place[computed] = np.arange(len(computed))
     place[-1] = -1
-    zero = np.logical_and.reduce([c.forced(removed, layout.zero) for c in cuts])
+    zero = np.zeros(len(cut.out), dtype=bool) if layout.zeroed(cut) else forced(cuts, layout, removed)
     index = np.where(zero, -1, place[cut.index])[stay(counts, cut.out)]
     if np.array_equal(index, np.arange(len(computed))):
         return None
     return Placing(torch.from_numpy(index), cut.axis, len(computed))
+
+
+def forced(cuts: list[Cut], layout: Layout, removed: np.ndarray | None) -> np.ndarray:
+    """(m,) what a module's output is set to zero in, in all of its calls."""
+    return np.logical_and.reduce([c.forced(removed, layout.zero) for c in cuts])
+
+
+@torch.no_grad()
+def set_zero(model: nn.Module, graph: Graph, layout: Layout, removed: Removed) -> None:
+    """Weights of zero for the channels that are removed but keep their place (``join="zeros"``)."""
+    for name, cuts in graph.calls.items():
+        cut = cuts[0]
+        if layout.zeroed(cut):
+            gone = forced(cuts, layout, removed.get(name))[stay(layout.counts, cut.given)]
+            module: Any = model.get_submodule(name)
+            kind = layer_type(module)
+            rows = torch.from_numpy(np.flatnonzero(gone))
+            for key, axis in (("weight", kind.weight_axis if kind else 0), ("bias", 0)):
+                if len(rows) and getattr(module, key, None) is not None:
+                    getattr(module, key).index_fill_(axis, rows.to(getattr(module, key).device), 0)

@@ -1,0 +1,426 @@
+"""Parameters and MACs: of the whole network, of what a mask leaves, by hand, by torch's own counter, by the papers."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import sosp
+from architectures import cifar_resnet, densenet121, mobilenet_v2, resnet50
+from cases import case, names
+from oracles import counts
+from sosp.errors import ArgumentError, StructureError
+from sosp.surgery import shrink_along
+
+EVERY = pytest.mark.parametrize("name", names())
+SHARES = pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def macs(model: nn.Module, x: Tensor) -> int:
+    """Torch's own count: two operations per multiply-accumulate."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(x)
+    assert counter.get_total_flops() % (2 * len(x)) == 0
+    return counter.get_total_flops() // (2 * len(x))
+
+
+def width(layer: nn.Module) -> int:
+    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+
+
+def some(model: nn.Module, layers: list[str], share: float, seed: int = 0) -> dict[str, list[int]]:
+    """Every channel goes with that probability; each layer keeps one at least."""
+    g = torch.Generator().manual_seed(seed)
+    removed = {}
+    for name in layers:
+        size = width(model.get_submodule(name))
+        gone = torch.rand(size, generator=g) < share
+        gone[int(torch.randint(size, (), generator=g))] = False
+        removed[name] = gone.nonzero().flatten().tolist()
+    return removed
+
+
+def random_mask(model: nn.Module, x: Tensor, layers: list[str], share: float, seed: int = 0) -> sosp.Mask:
+    return sosp.Mask.from_removed(model, some(model, layers, share, seed), x)
+
+
+def check_layers(cost: sosp.Cost, model: nn.Module, positions: dict[str, int]) -> None:
+    """Every entry by the hand formulas, applied to the network that is there."""
+    modules = dict(model.named_modules())
+    for layer in cost.layers:
+        module = modules[layer.name]
+        assert layer.params == sum(p.numel() for p in module.parameters(recurse=False)), layer
+        if isinstance(module, (nn.Linear, *counts.CONVOLUTIONS)):
+            assert layer.params == width(module) * counts.filter_parameters(module), layer
+            assert layer.macs == width(module) * counts.filter_macs(module, positions[layer.name]), layer
+        else:
+            assert layer.macs == 0, layer
+    assert cost.params == sum(layer.params for layer in cost.layers)
+    assert cost.macs == sum(layer.macs for layer in cost.layers)
+
+
+# --- as it is
+
+
+@EVERY
+def test_the_whole_network(name: str) -> None:
+    c = case(name)
+    cost = sosp.count(c.model, c.inputs)
+    assert cost.params == parameters(c.model)
+    check_layers(cost, c.model, counts.positions(c.model, c.inputs))
+    assert {x.name for x in cost.layers} == {n for n, m in c.model.named_modules() if [*m.parameters(recurse=False)]}
+
+
+@pytest.mark.parametrize("name", [n for n in names() if n != "attention"])  # torch also counts the scores
+def test_torch_counts_as_many_operations(name: str) -> None:
+    c = case(name)
+    assert sosp.count(c.model, c.inputs).macs == macs(c.model, c.inputs)
+
+
+def test_the_size_of_the_batch_does_not_matter_and_that_of_the_picture_does() -> None:
+    c = case("conv-nobn")
+    one, five = sosp.count(c.model, c.inputs[:1]), sosp.count(c.model, c.inputs[:5])
+    assert one == five
+    larger = sosp.count(c.model, torch.zeros(1, 2, 9, 7, dtype=torch.float64))
+    assert larger.params == one.params
+    # conv1 on 9 x 7 pixels, conv2 (3 x 3, stride 2) on 4 x 3, and a linear layer
+    assert larger.macs == 2 * 4 * 9 * 63 + 4 * 5 * 9 * 12 + 5 * 4
+
+
+def test_a_parameter_in_two_layers_counts_once_and_its_macs_twice() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
+    model[2].weight = model[0].weight
+    cost = sosp.count(model, torch.zeros(2, 4))
+    assert cost.params == parameters(model) == 16 + 4 + 10
+    assert cost.macs == 16 + 16 + 8
+
+
+def test_parameters_used_by_hand_count() -> None:
+    class ByHand(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 3, 1, 1))
+            self.scale = nn.Parameter(torch.ones(6, 1, 1))
+            self.unused = nn.Parameter(torch.ones(7))
+            self.fc = nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc((F.conv2d(x, self.weight) * self.scale).mean((2, 3)))
+
+    cost = sosp.count(ByHand(), torch.zeros(2, 3, 4, 4))
+    assert cost.params == 18 + 6 + 7 + 14
+    assert cost.macs == 18 * 16 + 12
+
+
+def test_a_layer_over_tokens_and_one_applied_twice() -> None:
+    tokens = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
+    assert sosp.count(tokens, torch.zeros(2, 7, 3)).macs == 7 * (15 + 10)
+    shared = case("shared")
+    assert sosp.count(shared.model, shared.inputs).macs == 15 + 2 * 25 + 15
+
+
+def test_how_it_prints() -> None:
+    c = case("mlp")
+    cost = sosp.count(c.model, c.inputs)
+    assert repr(cost) == "Cost(118 parameters, 101 MACs)"  # 42 + 48 + 28; 35 + 42 + 24
+    assert str(cost).splitlines() == [
+        "Cost(118 parameters, 101 MACs)",
+        "  fc1             42               35",
+        "  fc2             48               42",
+        "  head            28               24",
+    ]
+
+
+# --- under a mask
+
+
+@SHARES
+@EVERY
+def test_under_a_mask_it_is_the_cost_of_the_shrunk_network(name: str, share: float) -> None:
+    c = case(name)
+    mask = random_mask(c.model, c.inputs, list(c.layers), share)
+    cost = sosp.count(c.model, c.inputs, mask)
+    small = sosp.shrink(c.model, mask, c.inputs)
+    assert cost.params == parameters(small)
+    check_layers(cost, small, counts.positions(c.model, c.inputs))
+    if name != "attention":
+        assert cost.macs == macs(small, c.inputs)
+    again = sosp.count(small, c.inputs)
+    assert (again.params, again.macs) == (cost.params, cost.macs)
+
+
+@EVERY
+def test_a_mask_that_removes_nothing(name: str) -> None:
+    c = case(name)
+    nothing = sosp.Mask.from_removed(c.model, {}, c.inputs)
+    assert sosp.count(c.model, c.inputs, nothing) == sosp.count(c.model, c.inputs)
+
+
+@pytest.mark.parametrize("layer", ["block1.conv1", "block1.conv2", "block2.conv2", "block2.downsample.0"])
+def test_a_layer_that_is_gone_as_a_whole_costs_nothing(layer: str) -> None:
+    c = case("residual")
+    mask = sosp.Mask.from_removed(c.model, {layer: range(width(c.model.get_submodule(layer)))}, c.inputs)
+    cost, small = sosp.count(c.model, c.inputs, mask), sosp.shrink(c.model, mask, c.inputs)
+    assert cost.params == parameters(small)
+    assert cost.macs == macs(small, c.inputs)
+    entry = next(x for x in cost.layers if x.name == layer)
+    assert (entry.params, entry.macs) == (0, 0)
+
+
+def test_a_shrunk_network_is_counted_again_under_a_second_mask() -> None:
+    c = case("residual")
+    small = sosp.shrink(c.model, random_mask(c.model, c.inputs, list(c.layers), 0.3), c.inputs)
+    layers = [x.name for x in sosp.find_structures(small, c.inputs).layers]
+    mask = random_mask(small, c.inputs, layers, 0.4, seed=1)
+    smaller = sosp.shrink(small, mask, c.inputs)
+    assert sosp.count(small, c.inputs, mask).params == parameters(smaller)
+    assert sosp.count(small, c.inputs, mask).macs == macs(smaller, c.inputs)
+
+
+def test_the_model_stays_as_it_was_and_may_be_in_train_mode() -> None:
+    c = case("residual")
+    before = {n: t.clone() for n, t in c.model.state_dict().items()}
+    mask = random_mask(c.model, c.inputs, list(c.layers), 0.5)
+    cost = sosp.count(c.model, c.inputs, mask)
+    assert sosp.count(c.model.train(), c.inputs, mask) == cost
+    assert all(m.training for m in c.model.modules())
+    assert all(torch.equal(t, before[n]) for n, t in c.model.state_dict().items())
+
+
+# --- the networks of the literature: parameters as published, MACs at 224 (32) pixels
+
+KNOWN: dict[str, tuple[Callable[[], nn.Module], int, int, int]] = {
+    "ResNet-56, A": (lambda: cifar_resnet(option="A"), 32, 853_018, 125_485_696),
+    # and two projections: 16 x 32 weights on 16 x 16 pixels, 32 x 64 on 8 x 8
+    "ResNet-56, B": (cifar_resnet, 32, 855_770, 125_485_696 + 16 * 32 * 256 + 32 * 64 * 64),
+    "ResNet-50": (resnet50, 224, 25_557_032, 4_089_184_256),
+    "MobileNetV2": (mobilenet_v2, 224, 3_504_872, 300_774_272),
+    "DenseNet-121": (densenet121, 224, 7_978_856, 2_834_161_664),
+}
+
+
+def without_numbers(name: str, size: int) -> tuple[nn.Module, Tensor]:
+    """The network on the meta device: counting needs no numbers."""
+    with torch.device("meta"):
+        return KNOWN[name][0]().eval(), torch.empty(1, 3, size, size)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_networks_of_the_literature(name: str) -> None:
+    _, size, params, operations = KNOWN[name]
+    model, x = without_numbers(name, size)
+    cost = sosp.count(model, x)
+    assert (cost.params, cost.macs) == (params, operations)
+    assert parameters(model) == params
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_networks_of_the_literature_under_a_mask(name: str) -> None:
+    model, x = without_numbers(name, 32)
+    found = sosp.find_structures(model, x)
+    g = torch.Generator().manual_seed(0)
+    chosen = torch.randperm(len(found), generator=g)[: len(found) // 3]
+    mask = sosp.Mask.from_structures(found, chosen)
+    small, cost = shrink_along(model, mask, x, found.flow, verify=False)
+    assert cost.params == parameters(small) < 0.75 * KNOWN[name][2]
+    assert cost.macs == macs(small, x)
+
+
+# --- App. D: as if the skips were adapted to the chain
+
+
+class Net(nn.Module):
+    """A stem, residual blocks and a linear layer; a block is a chain of convolutions and perhaps one on the skip."""
+
+    def __init__(self, stem: nn.Module, blocks: list[tuple[list[nn.Conv2d], nn.Conv2d | None]], classes: int) -> None:
+        super().__init__()
+        self.stem, self.stem_bn = stem, nn.BatchNorm2d(stem.out_channels)
+        self.chains = nn.ModuleList([nn.ModuleList(chain) for chain, _ in blocks])
+        self.norms = nn.ModuleList([nn.ModuleList([nn.BatchNorm2d(c.out_channels) for c in b[0]]) for b in blocks])
+        self.downs = nn.ModuleList([nn.Identity() if down is None else down for _, down in blocks])
+        ends = [nn.Identity() if down is None else nn.BatchNorm2d(down.out_channels) for _, down in blocks]
+        self.down_norms = nn.ModuleList(ends)
+        self.fc = nn.Linear(blocks[-1][0][-1].out_channels, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem_bn(self.stem(x)))
+        for chain, norms, down, norm in zip(self.chains, self.norms, self.downs, self.down_norms, strict=True):
+            y = x
+            for i, (conv, bn) in enumerate(zip(chain, norms, strict=True)):
+                y = bn(conv(y if i == 0 else F.relu(y)))
+            x = F.relu(y + norm(down(x)))
+        return self.fc(x.mean((2, 3)))
+
+
+def conv(width_in: int, width: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(width_in, width, kernel, stride, kernel // 2, bias=False)
+
+
+def basic_net() -> Net:
+    first = ([conv(4, 5, 3), conv(5, 4, 3)], None)
+    second = ([conv(4, 5, 3, 2), conv(5, 6, 3)], conv(4, 6, 1, 2))
+    return Net(conv(3, 4, 3), [first, second], 3)
+
+
+BASIC = {"stem": [0], "chains.0.0": [0, 1], "chains.0.1": [1, 2], "chains.1.0": [4], "chains.1.1": [0, 1, 2]}
+# (in, out, kernel size, pixels) on 8 x 8 and, behind the stride, 4 x 4 pixels. The chain keeps 3, 3, 2, 4, 3 filters.
+BASIC_ALTERNATIVE = {
+    "stem": (3, 3, 9, 64),
+    "chains.0.0": (3, 3, 9, 64),
+    "chains.0.1": (3, 2, 9, 64),
+    "chains.1.0": (2, 4, 9, 16),
+    "chains.1.1": (4, 3, 9, 16),
+    "downs.1": (2, 3, 1, 16),
+}
+# Stem 1 2 3 and chains.0.1 0 3 together are all four channels of their stream; the downsampling layer keeps all six.
+# (The paper counts per junction, so that chains.0.0 reads the three of the stem; what is built has one stream.)
+BASIC_EXACT = {
+    "stem": (3, 3, 9, 64),
+    "chains.0.0": (4, 3, 9, 64),
+    "chains.0.1": (3, 2, 9, 64),
+    "chains.1.0": (4, 4, 9, 16),
+    "chains.1.1": (4, 3, 9, 16),
+    "downs.1": (4, 6, 1, 16),
+}
+
+
+def bottleneck_net() -> Net:
+    first = ([conv(4, 3, 1), conv(3, 3, 3), conv(3, 8, 1)], conv(4, 8, 1))
+    second = ([conv(8, 3, 1), conv(3, 4, 3), conv(4, 8, 1)], None)
+    return Net(conv(2, 4, 3, 2), [first, second], 5)
+
+
+BOTTLENECK = {
+    "stem": [3],
+    "chains.0.0": [0],
+    "chains.0.1": [1],
+    "chains.0.2": [0, 1, 2],
+    "chains.1.0": [2],
+    "chains.1.1": [0, 3],
+    "chains.1.2": [0, 1, 2, 3, 4],
+}
+BOTTLENECK_ALTERNATIVE = {
+    "stem": (2, 3, 9, 16),
+    "chains.0.0": (3, 2, 1, 16),
+    "chains.0.1": (2, 2, 9, 16),
+    "chains.0.2": (2, 5, 1, 16),
+    "downs.0": (3, 5, 1, 16),
+    "chains.1.0": (5, 2, 1, 16),
+    "chains.1.1": (2, 2, 9, 16),
+    "chains.1.2": (2, 3, 1, 16),
+}
+BOTTLENECK_EXACT = {**BOTTLENECK_ALTERNATIVE, "downs.0": (3, 8, 1, 16), "chains.1.0": (8, 2, 1, 16)}
+
+# network, mask, layers by hand, inputs of the last linear layer
+BY_HAND = {
+    ("basic", "alternative"): (basic_net, BASIC, BASIC_ALTERNATIVE, 3),
+    ("basic", "exact"): (basic_net, BASIC, BASIC_EXACT, 6),
+    ("bottleneck", "alternative"): (bottleneck_net, BOTTLENECK, BOTTLENECK_ALTERNATIVE, 3),
+    ("bottleneck", "exact"): (bottleneck_net, BOTTLENECK, BOTTLENECK_EXACT, 8),
+}
+
+
+@pytest.mark.parametrize(("net", "convention"), BY_HAND)
+def test_both_conventions_by_hand(net: str, convention: str) -> None:
+    build, removed, layers, last = BY_HAND[net, convention]
+    model = build().eval()
+    x = torch.zeros(2, model.stem.in_channels, 8, 8)
+    cost = sosp.count(model, x, sosp.Mask.from_removed(model, removed, x), convention=convention)
+    found = {layer.name: (layer.params, layer.macs) for layer in cost.layers}
+    for name, (into, out, kernel, pixels) in layers.items():
+        assert found[name] == (into * out * kernel, into * out * kernel * pixels), name
+    classes = model.fc.out_features
+    assert found["fc"] == (last * classes + classes, last * classes)
+    norms = sum(2 * out for _, out, _, _ in layers.values())
+    assert cost.params == sum(i * o * k for i, o, k, _ in layers.values()) + norms + last * classes + classes
+    assert cost.macs == sum(i * o * k * p for i, o, k, p in layers.values()) + last * classes
+
+
+@pytest.mark.parametrize("build", [basic_net, bottleneck_net])
+def test_the_conventions_agree_without_a_mask(build: Callable[[], Net]) -> None:
+    model = build().eval()
+    x = torch.zeros(2, model.stem.in_channels, 8, 8)
+    exact = sosp.count(model, x)
+    assert exact.params == parameters(model)
+    assert exact.macs == macs(model, x)
+    assert sosp.count(model, x, convention="alternative") == exact
+    nothing = sosp.Mask.from_removed(model, {}, x)
+    assert sosp.count(model, x, nothing, convention="alternative") == exact
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("build", [basic_net, bottleneck_net])
+def test_the_alternative_needs_only_the_numbers_of_filters(build: Callable[[], Net], seed: int) -> None:
+    """App. D: it can be computed "by just knowing the numbers of pruned filters in each convolutional layer"."""
+    model = build().eval()
+    x = torch.zeros(2, model.stem.in_channels, 8, 8)
+    g = torch.Generator().manual_seed(seed)
+    layers = [n for n, m in model.named_modules() if isinstance(m, nn.Conv2d) and not n.startswith("downs")]
+    removed = some(model, layers, 0.4, seed)
+    widths = {n: width(model.get_submodule(n)) for n in layers}
+    other = {n: torch.randperm(widths[n], generator=g)[: len(gone)].tolist() for n, gone in removed.items()}
+    masks = [sosp.Mask.from_removed(model, r, x) for r in (removed, other)]
+    found = [sosp.count(model, x, mask, convention="alternative") for mask in masks]
+    assert found[0] == found[1]
+    left = {n: widths[n] - len(gone) for n, gone in removed.items()}
+    before = model.stem.in_channels
+    for name in layers:
+        entry = next(e for e in found[0].layers if e.name == name)
+        kernel = model.get_submodule(name).kernel_size
+        assert entry.params == before * left[name] * kernel[0] * kernel[1], name
+        before = left[name]
+
+
+@SHARES
+@EVERY
+def test_the_alternative_is_never_more(name: str, share: float) -> None:
+    c = case(name)
+    mask = random_mask(c.model, c.inputs, list(c.layers), share, seed=3)
+    exact = sosp.count(c.model, c.inputs, mask)
+    other = sosp.count(c.model, c.inputs, mask, convention="alternative")
+    assert other.params <= exact.params
+    assert other.macs <= exact.macs
+
+
+CHAINS = ["mlp", "mlp-nobias", "conv-bn", "conv-nobn", "softplus", "conv1d", "linear-in-gates", "transposed"]
+CONCATS = ["concat", "preact"]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+@pytest.mark.parametrize("name", [*CHAINS, *CONCATS, "depthwise"])
+def test_the_conventions_agree_where_nothing_is_added(name: str, share: float) -> None:
+    c = case(name)
+    mask = random_mask(c.model, c.inputs, list(c.layers), share, seed=5)
+    assert sosp.count(c.model, c.inputs, mask, convention="alternative") == sosp.count(c.model, c.inputs, mask)
+
+
+def test_on_a_real_resnet_the_alternative_is_less_and_follows_the_chain() -> None:
+    model = cifar_resnet(blocks=1, width=8).eval()
+    x = torch.zeros(2, 3, 8, 8)
+    mask = random_mask(model, x, ["features.0", "features.3.branch.3", "features.4.branch.3"], 0.5)
+    exact, other = (sosp.count(model, x, mask, convention=c) for c in ("exact", "alternative"))
+    assert other.params < exact.params
+    assert other.macs < exact.macs
+
+
+# --- what is refused
+
+
+def test_an_unknown_convention() -> None:
+    c = case("mlp")
+    with pytest.raises(ArgumentError, match=r"convention='aproximate'.*exact, alternative"):
+        sosp.count(c.model, c.inputs, convention="aproximate")
+
+
+def test_a_mask_of_single_weights() -> None:
+    c = case("mlp")
+    mask = sosp.Mask.from_removed(c.model, {"fc1.weight": [0]}, c.inputs, kind="weights")
+    with pytest.raises(StructureError, match="weights"):
+        sosp.count(c.model, c.inputs, mask)
