@@ -119,10 +119,18 @@ def by_library(records: list[Record]) -> list[str]:
     return lines
 
 
+def versions(records: list[Record]) -> str:
+    """Every version that a row was measured with."""
+    found: dict[str, dict[str, None]] = {}
+    for record in records:
+        for package, version in record.get("versions", {}).items():
+            found.setdefault(package, {})[version] = None
+    return ", ".join(f"{package} {' and '.join(seen)}" for package, seen in found.items())
+
+
 def page(records: list[Record]) -> str:
     """The whole page."""
-    used = records[-1].get("versions", {}) if records else {}
-    head = ["# Coverage", "", INTRODUCTION, "", "Versions: " + ", ".join(f"{k} {v}" for k, v in used.items()) + ".", ""]
+    head = ["# Coverage", "", INTRODUCTION, "", f"Versions: {versions(records)}.", ""]
     table = ["| " + " | ".join(COLUMNS) + " |", "|---|---|" + "---:|" * 8 + "---|---:|---:|"]
     table += ["| " + " | ".join(row(r)) + " |" for r in records]
     return "\n".join([*head, *summary(records), "", *by_library(records), "", *table, ""])

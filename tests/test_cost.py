@@ -16,7 +16,6 @@ from sosp.errors import ArgumentError, StructureError
 from sosp.surgery import shrink_along
 
 EVERY = pytest.mark.parametrize("name", names())
-SHARES = pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 
 
 def parameters(model: nn.Module) -> int:
@@ -74,14 +73,10 @@ def test_the_whole_network(name: str) -> None:
     c = case(name)
     cost = sosp.count(c.model, c.inputs)
     assert cost.params == parameters(c.model)
+    if name != "attention":  # torch also counts the scores
+        assert cost.macs == macs(c.model, c.inputs)
     check_layers(cost, c.model, counts.positions(c.model, c.inputs))
     assert {x.name for x in cost.layers} == {n for n, m in c.model.named_modules() if [*m.parameters(recurse=False)]}
-
-
-@pytest.mark.parametrize("name", [n for n in names() if n != "attention"])  # torch also counts the scores
-def test_torch_counts_as_many_operations(name: str) -> None:
-    c = case(name)
-    assert sosp.count(c.model, c.inputs).macs == macs(c.model, c.inputs)
 
 
 def test_the_size_of_the_batch_does_not_matter_and_that_of_the_picture_does() -> None:
@@ -141,7 +136,7 @@ def test_how_it_prints() -> None:
 # --- under a mask
 
 
-@SHARES
+@pytest.mark.parametrize("share", [0.3, 0.7])
 @EVERY
 def test_under_a_mask_it_is_the_cost_of_the_shrunk_network(name: str, share: float) -> None:
     c = case(name)
@@ -154,13 +149,19 @@ def test_under_a_mask_it_is_the_cost_of_the_shrunk_network(name: str, share: flo
         assert cost.macs == macs(small, c.inputs)
     again = sosp.count(small, c.inputs)
     assert (again.params, again.macs) == (cost.params, cost.macs)
+    other = sosp.count(c.model, c.inputs, mask, convention="alternative")
+    assert other.params <= cost.params
+    assert other.macs <= cost.macs
 
 
-@EVERY
+@pytest.mark.parametrize("name", ["residual", "grouped", "attention"])
 def test_a_mask_that_removes_nothing(name: str) -> None:
     c = case(name)
     nothing = sosp.Mask.from_removed(c.model, {}, c.inputs)
-    assert sosp.count(c.model, c.inputs, nothing) == sosp.count(c.model, c.inputs)
+    cost = sosp.count(c.model, c.inputs)
+    for convention in ("exact", "alternative"):
+        assert sosp.count(c.model, c.inputs, nothing, convention=convention) == cost
+        assert sosp.count(c.model, c.inputs, convention=convention) == cost
 
 
 @pytest.mark.parametrize("layer", ["block1.conv1", "block1.conv2", "block2.conv2", "block2.downsample.0"])
@@ -221,7 +222,7 @@ def test_networks_of_the_literature(name: str) -> None:
     assert parameters(model) == params
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", [n for n in KNOWN if n != "ResNet-56, B"])
 def test_networks_of_the_literature_under_a_mask(name: str) -> None:
     model, x = without_numbers(name, 32)
     found = sosp.find_structures(model, x)
@@ -378,26 +379,14 @@ def test_the_alternative_needs_only_the_numbers_of_filters(build: Callable[[], N
         before = left[name]
 
 
-@SHARES
-@EVERY
-def test_the_alternative_is_never_more(name: str, share: float) -> None:
-    c = case(name)
-    mask = random_mask(c.model, c.inputs, list(c.layers), share, seed=3)
-    exact = sosp.count(c.model, c.inputs, mask)
-    other = sosp.count(c.model, c.inputs, mask, convention="alternative")
-    assert other.params <= exact.params
-    assert other.macs <= exact.macs
-
-
 CHAINS = ["mlp", "mlp-nobias", "conv-bn", "conv-nobn", "softplus", "conv1d", "linear-in-gates", "transposed"]
 CONCATS = ["concat", "preact"]
 
 
-@pytest.mark.parametrize("share", [0.3, 0.6])
 @pytest.mark.parametrize("name", [*CHAINS, *CONCATS, "depthwise"])
-def test_the_conventions_agree_where_nothing_is_added(name: str, share: float) -> None:
+def test_the_conventions_agree_where_nothing_is_added(name: str) -> None:
     c = case(name)
-    mask = random_mask(c.model, c.inputs, list(c.layers), share, seed=5)
+    mask = random_mask(c.model, c.inputs, list(c.layers), 0.5, seed=5)
     assert sosp.count(c.model, c.inputs, mask, convention="alternative") == sosp.count(c.model, c.inputs, mask)
 
 

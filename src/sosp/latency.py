@@ -52,8 +52,8 @@ def latency(
     if not models or not all(isinstance(m, nn.Module) for m in models.values()):
         raise ArgumentError("latency takes a module, or a dict of names and modules.")
     where = torch.device(device) if device is not None else _home(next(iter(models.values())))
-    if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
+    if where.type == "cuda":
+        where = torch.empty(0, device=where).device  # with its number
     calls = {name: _prepared(m, example, where) for name, m in models.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     with torch.inference_mode():

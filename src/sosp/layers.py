@@ -53,6 +53,14 @@ NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm, nn.module
 NORM_NAMES = frozenset({"FrozenBatchNorm2d"})
 
 
+def channel_axis(module: nn.Module, output: Tensor) -> int:
+    """Where the channels of a layer's or a norm's output are: a convolution also takes an example without a batch."""
+    kind = layer_type(module)
+    axis = kind.axis if kind else 1
+    spatial = len(getattr(module, "kernel_size", ()))
+    return 0 if kind and axis == 1 and output.dim() == spatial + 1 else axis
+
+
 def layer_type(module: nn.Module) -> LayerType | None:
     """The entry of ``LAYERS`` for this module, also for subclasses and classes known by name only."""
     for cls in type(module).__mro__:

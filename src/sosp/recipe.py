@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from sosp.errors import StructureError
-from sosp.scatter import Nothing, Scatter, gather_input, scatter_output
+from sosp.layers import layer_type
+from sosp.scatter import Nothing, Scatter, scatter_output
 
 
 @dataclass(frozen=True)
 class Placing:
-    """A scatter behind a module (or a gather in front of it): place j takes channel ``index[j]``, or zero for -1."""
+    """A scatter behind a module: place j takes channel ``index[j]``, or zero for -1."""
 
     index: Tensor
     axis: int
@@ -30,7 +31,6 @@ class Recipe:
     grouped: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # weight -> rows (R,), columns (R, c)
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # module -> attribute -> value
     scatters: Mapping[str, Placing | None] = field(default_factory=dict)  # module -> behind it; None takes it away
-    gathers: Mapping[str, Placing] = field(default_factory=dict)  # module -> in front of it
     emptied: tuple[str, ...] = ()  # layers of which nothing is left
     passed: tuple[str, ...] = ()  # norms of which nothing is left
 
@@ -38,7 +38,7 @@ class Recipe:
 def apply(model: nn.Module, recipe: Recipe) -> None:
     """Do it, in place."""
     owners = _owners(model)
-    homes = {name: _device(model, name) for name in (*recipe.scatters, *recipe.gathers)}
+    homes = {name: _device(model, name) for name in recipe.scatters}
     for name in {*recipe.slices, *recipe.grouped}:
         old = _tensor(model, name)
         new = old.detach()
@@ -52,13 +52,15 @@ def apply(model: nn.Module, recipe: Recipe) -> None:
         for key, value in attributes.items():
             setattr(model.get_submodule(name), key, value)
     for name in recipe.emptied:
-        _exchange(model, name, Nothing(model.get_submodule(name)))
+        layer = model.get_submodule(name)
+        kind = layer_type(layer)
+        if kind is None:
+            raise StructureError(f"{name!r} is no layer that could be emptied.")
+        _exchange(model, name, Nothing(layer, kind.channels(layer)))
     for name in recipe.passed:
         _exchange(model, name, nn.Identity())
     for name, placing in recipe.scatters.items():
-        _place(model.get_submodule(name), "scatter", placing, homes[name])
-    for name, placing in recipe.gathers.items():
-        _place(model.get_submodule(name), "gather", placing, homes[name])
+        _place(model.get_submodule(name), placing, homes[name])
     for module in model.modules():  # recurrent layers keep their weights in one block of memory
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
@@ -101,9 +103,8 @@ def _exchange(model: nn.Module, name: str, new: nn.Module) -> None:
     old = model.get_submodule(name)
     new.training = old.training
     new._forward_hooks, new._forward_pre_hooks = old._forward_hooks, old._forward_pre_hooks
-    for key in ("scatter", "gather"):
-        if isinstance(old._modules.get(key), Scatter):
-            new.add_module(key, old._modules[key])
+    if isinstance(old._modules.get("scatter"), Scatter):
+        new.add_module("scatter", old._modules["scatter"])
     for module in list(model.modules()):
         for key, child in module._modules.items():
             if child is old:
@@ -116,20 +117,18 @@ def _device(model: nn.Module, name: str) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def _place(module: Any, role: str, placing: Placing | None, device: torch.device) -> None:
-    """Put a scatter behind a module (a gather in front of it), in place of the one it has."""
-    if placing is None:
-        hooks = module._forward_hooks
-        for key in [k for k, h in hooks.items() if h is scatter_output]:
-            del hooks[key]
-        del module._modules[role]
-        return
-    present = role in module._modules
-    module.add_module(role, Scatter(placing.index, placing.axis, placing.given).to(device))
-    if present:
-        return
-    if role == "scatter":
-        handle = module.register_forward_hook(scatter_output)
-        module._forward_hooks.move_to_end(handle.id, last=False)  # before the user's own hooks
+def _place(module: Any, placing: Placing | None, device: torch.device) -> None:
+    """Put a scatter behind a module, in place of the one it has; or take that one away."""
+    present = "scatter" in module._modules
+    if placing is not None:
+        scatter = Scatter(placing.index, placing.axis, placing.given).to(device).train(module.training)
+        module.add_module("scatter", scatter)
+        if not present:
+            handle = module.register_forward_hook(scatter_output)
+            module._forward_hooks.move_to_end(handle.id, last=False)  # before the user's own hooks
+    elif not present:
+        raise StructureError("there is no scatter to take away.")
     else:
-        module.register_forward_pre_hook(gather_input)
+        for key in [k for k, hook in module._forward_hooks.items() if hook is scatter_output]:
+            del module._forward_hooks[key]
+        del module._modules["scatter"]

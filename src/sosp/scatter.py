@@ -63,29 +63,24 @@ def scatter_output(module: Any, args: Any, output: Tensor) -> Tensor:
     return module.scatter(output)
 
 
-def gather_input(module: Any, args: Any) -> Any:
-    """The forward pre-hook of a module with a ``gather``."""
-    return (module.gather(args[0]), *args[1:])
-
-
 class Nothing(nn.Module):
-    """What is left of a layer that lost every channel: one channel of zeros, of the shape the layer would give."""
+    """What is left of a layer that lost every channel: zeros of the shape the layer would give."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, width: int = 1) -> None:
         super().__init__()
+        self.width = width  # one channel, unless what follows needs more
         self.linear = not hasattr(layer, "kernel_size")
         if not self.linear:
             self.transposed = bool(layer.transposed)
             self.kernel_size, self.stride, self.dilation = layer.kernel_size, layer.stride, layer.dilation
             self.output_padding = layer.output_padding
             self.padding = layer.padding
-        self.dtype = layer.weight.dtype
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.linear:
-            return x.new_zeros((*x.shape[:-1], 1))
+            return x.new_zeros((*x.shape[:-1], self.width))
         d = len(self.kernel_size)
-        return x.new_zeros((*x.shape[: -d - 1], 1, *(self._size(n, i) for i, n in enumerate(x.shape[-d:]))))
+        return x.new_zeros((*x.shape[: -d - 1], self.width, *(self._size(n, i) for i, n in enumerate(x.shape[-d:]))))
 
     def _size(self, n: int, i: int) -> int:
         k, s, r = self.kernel_size[i], self.stride[i], self.dilation[i]
@@ -95,6 +90,3 @@ class Nothing(nn.Module):
         if self.transposed:
             return (n - 1) * s - 2 * p + r * (k - 1) + self.output_padding[i] + 1
         return (n + 2 * p - r * (k - 1) - 1) // s + 1
-
-
-__all__ = ["Nothing", "Scatter", "gather_input", "scatter_output"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sosp.errors import ArgumentError, StructureError, nearest, one_of
 from sosp.flow import Flow
 from sosp.flow import trace as trace_flow
-from sosp.layers import LAYERS, layer_type
+from sosp.layers import LAYERS, channel_axis, layer_type
 from sosp.records import Layer, Structures
 from sosp.wiring import Trace, trace
 
@@ -105,9 +105,10 @@ def _layer(model: nn.Module, seen: Trace, name: str) -> Layer:
     weights = call.weights / channels
     positions = sum(kind.positions(x, y) for x, y in call.shapes) / seen.examples
     # A norm's channels are on axis 1: behind a linear layer over tokens it normalises the tokens.
-    norms = call.norms if all(kind.axis % y.dim() == 1 for _, y in call.shapes) else ()
+    axis = channel_axis(module, call.shapes[0][1])
+    norms = call.norms if all(axis % y.dim() == 1 for _, y in call.shapes) else ()
     return Layer(
-        name, channels, kind.axis, norms, kind.kernel(module), weights + call.biased, weights * positions,
+        name, channels, axis, norms, kind.kernel(module), weights + call.biased, weights * positions,
         kind.depthwise(module),
     )  # fmt: skip
 

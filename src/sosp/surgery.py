@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from sosp.checkpoint.shapes import shapes
 from sosp.cost import Cost, cost_of
 from sosp.errors import StructureError, one_of, whole_number
 from sosp.flow import Flow, trace
@@ -54,8 +55,9 @@ def shrink_along(
 
 
 def cooked(model: nn.Module, recipe: Recipe) -> nn.Module:
-    """A copy with the recipe applied, which remembers it."""
+    """A copy with the recipe applied, which remembers it and the shapes from before, for saving."""
     small = copy.deepcopy(model)
     apply(small, recipe)
     small.sosp_recipes = (*getattr(model, "sosp_recipes", ()), recipe)  # type: ignore[assignment]
+    small.sosp_shapes = getattr(model, "sosp_shapes", None) or shapes(model)  # type: ignore[assignment]
     return small

@@ -75,7 +75,7 @@ class Indices:
     def recipe(self, value: Any, at: str) -> Recipe:
         found = fields(
             slices=named(self.axes), grouped=named(self.pair), sizes=named(named(whole)),
-            scatters=named(maybe(self.placing)), gathers=named(self.placing), emptied=many(text), passed=many(text),
+            scatters=named(maybe(self.placing)), emptied=many(text), passed=many(text),
         )(value, at)  # fmt: skip
         return Recipe(**found)
 

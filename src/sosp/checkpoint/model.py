@@ -215,7 +215,7 @@ def _operate(twin: nn.Module, recipe: Recipe, start: Mapping[str, Shape]) -> Non
 def _check_modules(twin: nn.Module, recipe: Recipe, widest: int) -> None:
     """Every module is there; only numbers that are sizes of it are set; nothing is made of an invented width."""
     modules = dict(twin.named_modules(remove_duplicate=False))
-    for name in (*recipe.sizes, *recipe.scatters, *recipe.gathers, *recipe.emptied, *recipe.passed):
+    for name in (*recipe.sizes, *recipe.scatters, *recipe.emptied, *recipe.passed):
         if name not in modules:
             raise CheckpointError(f"the model has no layer {name!r}, which a recipe changes.{nearest(name, modules)}")
     for name, sizes in recipe.sizes.items():
@@ -225,6 +225,6 @@ def _check_modules(twin: nn.Module, recipe: Recipe, widest: int) -> None:
     for name in recipe.emptied:
         if layer_type(modules[name]) is None:
             raise CheckpointError(f"a recipe takes all channels of {name!r}, which is no layer with channels.")
-    for name, placing in (*recipe.scatters.items(), *recipe.gathers.items()):
+    for name, placing in recipe.scatters.items():
         if placing is not None and placing.given > widest:
             raise CheckpointError(f"a recipe gives {name!r} {placing.given} channels, more than anything in the model.")

@@ -103,7 +103,6 @@ def _recipe(recipe: Recipe, indices: Indices) -> dict[str, Any]:
         "grouped": {n: [indices.put(i) for i in pair] for n, pair in recipe.grouped.items()},
         "sizes": {n: dict(sizes) for n, sizes in recipe.sizes.items()},
         "scatters": {n: plain(placing) for n, placing in recipe.scatters.items()},
-        "gathers": {n: plain(placing) for n, placing in recipe.gathers.items()},
         "emptied": list(recipe.emptied),
         "passed": list(recipe.passed),
     }

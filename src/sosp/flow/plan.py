@@ -88,7 +88,12 @@ def write(model: nn.Module, graph: Graph, layout: Layout, removed: Removed) -> R
         if s.name not in graph.dense and not (gone and s.name.startswith(gone)):
             _keep(slices, s.name, s.axis, counts, s.ids)
     for d in graph.dense.values():
-        if d.narrow and d.weight not in layout.emptied:
+        if d.weight in layout.emptied:
+            layer: Any = model.get_submodule(d.module)
+            kind = layer_type(layer)
+            assert kind is not None
+            _size(sizes, d.module, layer, kind.sizes[0], int(counts[d.out].sum()))
+        elif d.narrow:
             _weight(model, d, counts, slices, grouped, sizes)
     for name, cuts in graph.calls.items():
         placing = _placing(cuts, layout, removed.get(name))
@@ -103,7 +108,7 @@ def write(model: nn.Module, graph: Graph, layout: Layout, removed: Removed) -> R
         for attribute in ("num_parameters", "embedding_dim"):
             if key == "weight" and hasattr(module, attribute):
                 _size(sizes, path, module, attribute, len(next(iter(slices[name].values()))))
-    return Recipe({n: a for n, a in slices.items() if a}, grouped, sizes, scatters, {}, emptied, passed)
+    return Recipe({n: a for n, a in slices.items() if a}, grouped, sizes, scatters, emptied, passed)
 
 
 def _passed(model: nn.Module, graph: Graph, layout: Layout, name: str) -> bool:

@@ -19,7 +19,7 @@ from sosp.flow.graph import OPAQUE, ZERO, Cut, Graph, Ids, Record
 from sosp.flow.labels import MOVES, RESHAPES, SAME, Labels, moved, settle, vector
 from sosp.flow.ops import COMPOSITE, DROPOUTS, SIZES, VALUES, name_of, run, unchecked, user_line
 from sosp.flow.probe import Call, copied
-from sosp.layers import is_norm, layer_type
+from sosp.layers import channel_axis, is_norm, layer_type
 from sosp.scatter import Scatter
 
 Found = tuple[list[Labels | None], bool]  # the labels of the outputs, and whether the op only moves elements
@@ -225,8 +225,7 @@ class Tracer(TorchFunctionMode):
     def cut(self, name: str, computed: Tensor, output: Tensor, index: Ids | None) -> None:
         """A place where channels can be set to zero, dropped and scattered."""
         module = self.book.modules[name]
-        kind, norm = layer_type(module), is_norm(module)
-        axis = kind.axis if kind else 1
+        norm, axis = is_norm(module), channel_axis(module, computed)
         labels = self.book.labels(computed)
         given = labels.along(axis) if labels is not None and computed.dim() > axis else None
         if given is None and norm and index is None:
