@@ -67,8 +67,7 @@ def dense(book: Book, call: Call, args: Any, kwargs: Any) -> Labels | None:
         return None
     into = book.channels(x, axis)
     if into is None:
-        book.pin_tensor(x, call.name, "its input has channels on several axes")
-        into = np.full(x.shape[axis], OPAQUE)
+        into = _together(book, x, axis)
     if id(weight) not in book.names:
         return _computed(book, use)
     layer = _layer(book, use, into)
@@ -77,6 +76,19 @@ def dense(book: Book, call: Call, args: Any, kwargs: Any) -> Labels | None:
     layer.into.append(into)
     layer.positions[book.mode] = layer.positions.get(book.mode, 0.0) + use.positions(book.examples)
     return vector(_output(book, use, layer, into), axis, use.shape)
+
+
+def _together(book: Book, x: Tensor, axis: int) -> Ids:
+    """(n,) where a channel is made of several (pixel shuffle, patches): one value each, all or none of which stay."""
+    labels = book.labels(x)
+    assert labels is not None
+    sizes = list(labels.core.shape)
+    sizes[axis] = x.shape[axis]
+    rows = np.moveaxis(labels.core.expand(sizes).numpy(), axis, 0).reshape(x.shape[axis], -1)
+    into = book.graph.fresh(len(rows))
+    book.graph.tie(into[:, None], rows)
+    book.graph.steps.append(Combine(into, (rows,), (True,), False))
+    return into
 
 
 def _layer(book: Book, use: Use, into: Ids) -> Dense | None:

@@ -88,6 +88,8 @@ class Needs:
                 self.box(box.core.numpy())
             for pieces in self.graph.even:
                 self.even(pieces)
+            for labels, axis in self.graph.fixed:
+                self.whole_axis(labels.core.numpy(), axis)
 
     def cut(self, cut: Cut) -> None:
         """What is kept behind it and not zero must be computed; what is computed and not zero goes on."""
@@ -132,6 +134,11 @@ class Needs:
             others = tuple(q for q in range(core.ndim) if q != d)
             whole &= kept.any(axis=others, keepdims=True)
         self.need(core[whole])
+
+    def whole_axis(self, core: np.ndarray, axis: int) -> None:
+        """Something stays at every place of this axis."""
+        rows = np.moveaxis(core, axis, 0).reshape(core.shape[axis], -1)
+        self.need(rows[~self.has(rows).any(axis=1), 0])
 
     def fill_up(self) -> bool:
         """Round widths up; where zeros are to be computed, keep a row for every channel of the stream."""

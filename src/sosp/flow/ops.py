@@ -25,6 +25,7 @@ NORMALISATIONS = frozenset({"batch_norm", "instance_norm"})
 VALUES = frozenset(  # they look at numbers
     {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal", "allclose"}
 )
+FACTORIES = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"})  # a type and a device
 SIZES = frozenset({"shape", "size", "__len__", "numel", "nelement", "stride"})
 TORCH = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parent.parent)
@@ -79,6 +80,36 @@ def unchecked() -> Iterator[None]:
         yield
     finally:
         functional.has_torch_function = before
+
+
+def glu(input: Tensor, dim: int = -1) -> Tensor:
+    """In pieces: one half times the sigmoid of the other."""
+    a, b = input.chunk(2, dim)
+    return a * b.sigmoid()
+
+
+def channel_shuffle(input: Tensor, groups: int) -> Tensor:
+    """In pieces: the groups side by side, then one of each in turn."""
+    n, c, *rest = input.shape
+    return input.reshape(n, groups, c // groups, *rest).transpose(1, 2).reshape(input.shape)
+
+
+def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
+    """In pieces: r * r channels become r x r pixels."""
+    *lead, c, h, w = input.shape
+    r = upscale_factor
+    x = input.reshape(*lead, c // (r * r), r, r, h, w)
+    d = len(lead)
+    x = x.permute(*range(d + 1), d + 3, d + 1, d + 4, d + 2)
+    return x.reshape(*lead, c // (r * r), h * r, w * r)
+
+
+# Followed as the simpler ops they are made of, which say which of their sizes are free.
+DECOMPOSED: dict[str, Callable[..., Tensor]] = {
+    "glu": glu,
+    "channel_shuffle": channel_shuffle,
+    "pixel_shuffle": pixel_shuffle,
+}
 
 
 def arguments(name: str, args: Any, kwargs: Any) -> dict[str, Any]:

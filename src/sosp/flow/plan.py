@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sosp.flow.graph import Cut, Dense, Graph, Pin
+from sosp.flow.graph import Cut, Dense, Graph, Pin, Record
+from sosp.flow.labels import indices
 from sosp.flow.layout import Layout, Style
 from sosp.flow.rehearsal import Rehearsal, rehearse
 from sosp.flow.twin import few, meta_copy, on_device, quiet
@@ -63,6 +64,9 @@ def _reasons(flow: Flow, layout: Layout, mode: str, run: Rehearsal) -> list[Pin]
     """Pin the channels at each op that failed; if they all stayed, those whose sizes were read around it; or all."""
     pins = []
     for record in run.failed:
+        if _fix_axis(flow.graph, record, layout.counts):
+            pins.append(Pin(np.zeros(0, dtype=int), record.name, record.where, "the code fixes the size of an axis"))
+            continue
         at_op = [x.numbers() for x in (*record.given, *record.out) if x is not None]
         around = [ids for m, module, ids in flow.graph.reads if m == mode and module == record.module]
         everything = [np.arange(flow.graph.count)]
@@ -72,6 +76,20 @@ def _reasons(flow: Flow, layout: Layout, mode: str, run: Rehearsal) -> list[Pin]
                 pins.append(Pin(np.unique(ids), record.name, record.where, "the code fixes how many there are"))
                 break
     return pins
+
+
+def _fix_axis(graph: Graph, record: Record, counts: np.ndarray) -> bool:
+    """Where channels were folded into several axes, the code may fix the size of one: the shortest that changed."""
+    known = {(id(labels), axis) for labels, axis in graph.fixed}
+    for labels in (*record.out, *record.given):
+        picks = indices(labels, counts) if labels is not None and len(labels.varying) > 1 else None
+        if labels is None or picks is None:
+            continue
+        changed = [d for d in labels.varying if len(picks[d]) < labels.shape[d] and (id(labels), d) not in known]
+        if changed and len(labels.varying) > 1:
+            graph.fixed.append((labels, min(changed, key=lambda d: labels.shape[d])))
+            return True
+    return False
 
 
 def write(model: nn.Module, graph: Graph, layout: Layout, removed: Removed) -> Recipe:

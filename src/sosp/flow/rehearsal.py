@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from sosp.data import call
 from sosp.flow.graph import Record
 from sosp.flow.labels import OPAQUE, RESHAPES, Labels, compact, reshaped, settle
-from sosp.flow.ops import COMPOSITE, name_of, run, unchecked
+from sosp.flow.ops import COMPOSITE, DECOMPOSED, name_of, run, unchecked
 from sosp.scatter import Nothing, Scatter
 
 
@@ -32,9 +32,9 @@ class Rehearsal(TorchFunctionMode):
         if self.resting:
             return func(*args, **kwargs)
         name = name_of(func)
-        if name in COMPOSITE:
+        if name in COMPOSITE or name in DECOMPOSED:
             with self, unchecked():
-                return func(*args, **kwargs)
+                return DECOMPOSED.get(name, func)(*args, **kwargs)
         try:
             result = run(func, name, args, kwargs)
         except Exception as error:

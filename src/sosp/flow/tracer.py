@@ -17,7 +17,7 @@ from sosp.flow.dense import DENSE, dense, embedding
 from sosp.flow.elementwise import elementwise
 from sosp.flow.graph import OPAQUE, ZERO, Cut, Graph, Ids, Record
 from sosp.flow.labels import MOVES, RESHAPES, SAME, Labels, moved, settle, vector
-from sosp.flow.ops import COMPOSITE, DROPOUTS, SIZES, VALUES, name_of, run, unchecked, user_line
+from sosp.flow.ops import COMPOSITE, DECOMPOSED, DROPOUTS, FACTORIES, SIZES, VALUES, name_of, run, unchecked, user_line
 from sosp.flow.probe import Call, copied
 from sosp.layers import channel_axis, is_norm, layer_type
 from sosp.scatter import Scatter
@@ -43,9 +43,9 @@ class Tracer(TorchFunctionMode):
         name = name_of(func)
         if self.resting:
             return func(*args, **kwargs)
-        if name in COMPOSITE:
+        if name in COMPOSITE or name in DECOMPOSED:
             with self, unchecked():
-                return func(*args, **kwargs)
+                return DECOMPOSED.get(name, func)(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         before = [(x, x._version, self.book.seen(x)) for x in tensors]
@@ -116,7 +116,7 @@ class Tracer(TorchFunctionMode):
         if call.name == "embedding":
             return [embedding(self.book, call, args, kwargs)], False
         given = {k: self.book.labels(call.leaves[k]) for k in call.tensors}
-        if all(x is None for x in given.values()):
+        if all(x is None for x in given.values()) or call.name in FACTORIES:
             return [None] * len(call.shapes), False
         if call.name in DROPOUTS or (call.name in SAME and len(call.shapes) == 1):
             return [given[call.tensors[0]]], False
