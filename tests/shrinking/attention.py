@@ -208,15 +208,13 @@ def heads(*channels: int, of: str = "q k v") -> dict[str, list[int]]:
 
 LAYERS = "embed q k v proj"
 HEAD1 = heads(3, 4, 5)  # all of the second head
-WIDTHS = heads(1, 4, of="v")  # channel 1 of both heads' values
-PER_HEAD = {"q": [1, 4], "k": [1, 4], "v": [1, 4]}
 
 RECIPES: dict[str, Recipe] = {
     # Rows go, and zeros are put back in front of the views: their sizes are in the code.
     "attention": Recipe(ByHand, (5, 3), LAYERS, whole="v proj"),
     "attention-hf": Recipe(HuggingFace, (5, 3), LAYERS, narrows=[("proj", HEAD1)], whole="v proj"),
-    "attention-sdpa": Recipe(ScaledDotProduct, (5, 3), LAYERS, narrows=[("proj", WIDTHS)], whole="q proj"),
-    "attention-einsum": Recipe(Einsum, (5, 3), LAYERS, narrows=[("proj", WIDTHS), ("proj", PER_HEAD)], whole="proj"),
+    "attention-sdpa": Recipe(ScaledDotProduct, (5, 3), LAYERS, whole="q proj"),  # the code fixes the heads
+    "attention-einsum": Recipe(Einsum, (5, 3), LAYERS, whole="proj"),
     "attention-fused": Recipe(Fused, (5, 3), "embed qkv proj", whole="qkv proj"),
     # Two heads of queries and the keys and values they share.
     "attention-grouped": Recipe(

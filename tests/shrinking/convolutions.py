@@ -339,5 +339,6 @@ RECIPES: dict[str, Recipe] = {
         "conv1 conv2 conv3",
         narrows=[("conv2", "conv1"), ("conv3", "conv2"), ("head", "conv3")],
     ),
-    "unbatched": Recipe(Unbatched, one_picture, "conv1 conv2", narrows=[("conv2", "conv1"), ("head", "conv2")]),
+    # Without a batch only the zeros are put in place: no layer gets smaller.
+    "unbatched": Recipe(Unbatched, one_picture, "conv1 conv2", fixed="conv1 conv2"),
 }

@@ -198,7 +198,7 @@ RECIPES: dict[str, Recipe] = {
     "glu": Recipe(Gated, (3, 4, 4), LAYERS, narrows=[("conv2", {"conv1": [1, 5]}), HEAD]),
     "where": Recipe(Where, (3, 4, 4), LAYERS, narrows=[("conv2", "conv1"), HEAD]),
     "maximum": Recipe(Larger, (3, 4, 4), "a b mix", narrows=[("mix", "a b"), ("head", "mix")], whole="a b"),
-    "gram": Recipe(Gram, (3, 4, 4), "conv fc", narrows=[("fc", "conv"), ("head", "fc")]),
+    "gram": Recipe(Gram, (3, 4, 4), "conv fc", narrows=[("head", "fc")]),
     "film": Recipe(
         Film, (2, 4, 4), "film conv>bn mix", narrows=[("mix", {"conv": [1], "film": [1, 5]}), ("head", "mix")],
         whole="conv",

@@ -242,9 +242,9 @@ RECIPES: dict[str, Recipe] = {
     ),
     "split": Recipe(Split, (3, 4, 4), "conv1 left right", narrows=[("head", "left right")], whole="left right"),
     "slices": Recipe(
-        Slices, (3, 4, 4), "conv1 left right", narrows=[("right", {"conv1": [6]}), ("head", "left right")]
+        Slices, (3, 4, 4), "conv1 left right", narrows=[("head", "left right")]  # the code says where to cut
     ),
-    "unbind": Recipe(Unbind, (3, 4, 4), "conv1 left right", narrows=BOTH),
+    "unbind": Recipe(Unbind, (3, 4, 4), "conv1 left right", narrows=[("head", "left right")]),
     "cross-stage-partial": Recipe(
         CrossStagePartial,
         (3, 4, 4),
@@ -267,7 +267,7 @@ RECIPES: dict[str, Recipe] = {
         TokensAndBack, (3, 4, 4), "conv1 fc conv2", narrows=[("fc", "conv1"), ("conv2", "fc"), HEAD]
     ),
     "in-place-add": Recipe(
-        InPlaceAdd, (3, 4, 4), "conv1 side conv2", narrows=[("side", {"conv1": [4]}), ("conv2", {"conv1": [4]}), HEAD],
+        InPlaceAdd, (3, 4, 4), "conv1 side conv2", narrows=[HEAD],  # a view that is written to
         whole="side",
     ),
     "in-place-fill": Recipe(

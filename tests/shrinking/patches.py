@@ -142,7 +142,7 @@ RECIPES: dict[str, Recipe] = {
         Unfold,
         (3, 4, 4),
         "stem fc spread",
-        narrows=[("fc", "stem"), ("spread", "fc"), ("head", {"spread": [4, 5, 6, 7]})],
+        narrows=[("spread", "fc"), ("head", {"spread": [4, 5, 6, 7]})],  # the zeros of im2col's padding hold fc's inputs
     ),
     "tensor-unfold": Recipe(TensorUnfold, (3, 4, 4), "stem mix", narrows=[("mix", "stem"), ("head", "mix")]),
     "patch-merging": Recipe(

@@ -214,5 +214,5 @@ RECIPES: dict[str, Recipe] = {
     "standardised": Recipe(standardised, (3, 4, 4), CONVS, narrows=[("head", "conv2")]),
     "weight-norm": Recipe(weight_norm, (3, 4, 4), CONVS, narrows=[("head", "conv2")]),
     "spectral-norm": Recipe(spectral_norm, (3, 4, 4), CONVS, fixed=CONVS, narrows=[("head", "conv2")]),
-    "parametrised": Recipe(halved, (3, 4, 4), CONVS, narrows=[("conv2", "conv1"), ("head", "conv2")]),
+    "parametrised": Recipe(halved, (3, 4, 4), CONVS, narrows=[("head", "conv2")]),
 }  # fmt: skip

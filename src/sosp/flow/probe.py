@@ -130,8 +130,7 @@ def _probe(call: Call, axes: Mapping[int, int], shapes: Mapping[int, Any], sizes
         ys = run(lambda k, x: x.index_fill(axes[k], S, 0) if k in which else x)
         return all(bool((y.index_select(d, S) == 0).all()) for y, d in zip(ys, out, strict=True))
 
-    numbers = {k for k in axes if given[k].is_floating_point()}
-    return Sliced(tuple(out), tuple(k in numbers and zero({k}) for k in axes), bool(numbers) and zero(numbers))
+    return Sliced(tuple(out), tuple(zero({k}) for k in axes), zero(set(axes)))
 
 
 def _random(like: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
