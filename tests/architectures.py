@@ -1,6 +1,5 @@
 """Four networks of the literature, written from their papers, whose parameters and MACs are known to the last digit."""
 
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +39,8 @@ class Recipe:
 def apply(model: nn.Module, recipe: Recipe) -> None:
     """Do it, in place."""
     owners = _owners(model)
-    homes = {name: _device(model, name) for name in recipe.scatters}
+    home = next((x.device for x in itertools.chain(model.parameters(), model.buffers())), torch.device("cpu"))
+    homes = {name: _device(model.get_submodule(name), home) for name in recipe.scatters}
     for name in {*recipe.slices, *recipe.grouped}:
         old = _tensor(model, name)
         new = old.detach()
@@ -111,10 +113,8 @@ def _exchange(model: nn.Module, name: str, new: nn.Module) -> None:
                 module._modules[key] = new
 
 
-def _device(model: nn.Module, name: str) -> torch.device:
-    module = model.get_submodule(name)
-    tensors = [*module.parameters(), *module.buffers(), *model.parameters(), *model.buffers()]
-    return tensors[0].device if tensors else torch.device("cpu")
+def _device(module: nn.Module, otherwise: torch.device) -> torch.device:
+    return next((x.device for x in itertools.chain(module.parameters(), module.buffers())), otherwise)
 
 
 def _place(module: Any, placing: Placing | None, device: torch.device) -> None:

@@ -142,7 +142,10 @@ RECIPES: dict[str, Recipe] = {
         Unfold,
         (3, 4, 4),
         "stem fc spread",
-        narrows=[("spread", "fc"), ("head", {"spread": [4, 5, 6, 7]})],  # the zeros of im2col's padding hold fc's inputs
+        narrows=[
+            ("spread", "fc"),
+            ("head", {"spread": [4, 5, 6, 7]}),
+        ],  # the zeros of im2col's padding hold fc's inputs
     ),
     "tensor-unfold": Recipe(TensorUnfold, (3, 4, 4), "stem mix", narrows=[("mix", "stem"), ("head", "mix")]),
     "patch-merging": Recipe(

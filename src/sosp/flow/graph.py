@@ -128,7 +128,7 @@ class Graph:
     pins: list[Pin] = field(default_factory=list)
     records: dict[str, list[Record]] = field(default_factory=dict)  # mode -> ops in order
     boxes: list[Labels] = field(default_factory=list)  # labels along several axes: what stays must be a box
-    even: list[list[Ids]] = field(default_factory=list)  # the pieces a tensor is cut into: as many stay of each
+    even: list[Ids] = field(default_factory=list)  # (pieces, n) a tensor is cut into: as many stay of each
     fixed: list[tuple[Labels, int]] = field(default_factory=list)  # axes of boxes that the code gives their size
     calls: dict[str, list[Cut]] = field(default_factory=dict)  # module -> its cuts
     reads: list[tuple[str, str, Ids]] = field(default_factory=list)  # (mode, module, labels) whose sizes were read

@@ -115,14 +115,14 @@ class Needs:
         """Groups of a convolution have equal widths: fill up the shorter ones, also those that are only fed."""
         present = self.has(out).any(axis=1) | self.has(into).any(axis=1)
         for ids in (out, into):
-            self.even(list(ids[present]), least=1)
+            self.even(ids[present], least=1)
 
-    def even(self, pieces: list[Ids], least: int = 0) -> None:
-        """As many stay of each."""
-        target = max((int(self.has(ids).sum()) for ids in pieces), default=0)
-        for ids in pieces:
-            kept = self.has(ids)
-            self.need(ids[~kept][: max(target, least) - int(kept.sum())])
+    def even(self, pieces: Ids, least: int = 0) -> None:
+        """(pieces, n): as many stay of each; the first ones come back where there are too few."""
+        kept = self.has(pieces)
+        counts = kept.sum(axis=1)
+        missing = max(int(counts.max(initial=0)), least) - counts
+        self.need(pieces[~kept & (np.cumsum(~kept, axis=1) <= missing[:, None])])
 
     def box(self, core: np.ndarray) -> None:
         """What stays of an array with several labelled axes must be a choice along each axis."""

@@ -106,13 +106,13 @@ def write(model: nn.Module, graph: Graph, layout: Layout, removed: Removed) -> R
         if s.name not in graph.dense and not (gone and s.name.startswith(gone)):
             _keep(slices, s.name, s.axis, counts, s.ids)
     for d in graph.dense.values():
-        if d.weight in layout.emptied:
-            layer: Any = model.get_submodule(d.module)
-            kind = layer_type(layer)
-            assert kind is not None
-            _size(sizes, d.module, layer, kind.sizes[0], int(counts[d.out].sum()))
-        elif d.narrow:
+        if d.narrow and d.weight not in layout.emptied:
             _weight(model, d, counts, slices, grouped, sizes)
+            continue
+        layer: Any = model.get_submodule(d.module)
+        kind = layer_type(layer)
+        if kind is not None:  # emptied, or its weight is computed: the code may ask it for its width
+            _size(sizes, d.module, layer, kind.sizes[0], int(counts[d.out].sum()))
     for name, cuts in graph.calls.items():
         placing = _placing(cuts, layout, removed.get(name))
         module: Any = model.get_submodule(name)

@@ -163,7 +163,7 @@ class Tracer(TorchFunctionMode):
         if call.name in ("chunk", "tensor_split", "split") and len(out) > 1 and len(set(call.shapes)) == 1:
             cut = [x.core.numpy().reshape(-1) for x in out if len(x.varying) == 1]
             if len(cut) == len(out):
-                self.graph.even.append(cut)
+                self.graph.even.append(np.stack(cut))
 
     def written(self, x: Tensor, old: Labels | None, op: str, tensors: list[Tensor], returned: bool) -> None:
         """A write is harmless for other views of the same memory if it changes neither labels nor zeros."""
