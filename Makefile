@@ -3,10 +3,12 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+N      ?= 1000
+JOBS   ?= 2
 STAMP  := $(VENV)/.installed-dev-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test format install clean
+.PHONY: help demo test fuzz format install clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +26,9 @@ test: $(STAMP)  ## format check, lint, types, tests
 	@$(BIN)/mypy
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest
+
+fuzz: $(STAMP)  ## shrink N random networks and compare them with the masked ones (make fuzz N=10000 JOBS=2)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py $(N) --jobs $(JOBS)
 
 format: $(STAMP)  ## rewrite the code as `make test` wants it
 	@$(BIN)/ruff format .

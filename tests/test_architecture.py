@@ -42,7 +42,8 @@ ALLOWED = {
     "widening": "errors recipe flow structures verify surgery",
     "latency": "errors data",
     "prune": "records data losses flow structures criteria mask cost selection surgery checkpoint",
-    "sosp": "errors records flow structures passes criteria mask cost selection surgery widening latency checkpoint prune",
+    "sosp": "errors records flow structures passes criteria mask cost selection surgery widening latency checkpoint "
+    "prune",
     "demo": "sosp progress",
     "cli": "sosp demo",
 }
