@@ -24,6 +24,7 @@ SHARE = 0.3  # of the filters
 QKV = (("qkv",), ("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin"))
 NUMBERS = ("num_heads", "num_attention_heads", "n_heads")
 SIZES = ("head_dim", "attention_head_size")
+WIDTHS = ("attn_dim", "all_head_size")
 
 
 def say(**fields: Any) -> None:
@@ -192,8 +193,9 @@ def set_heads(model: nn.Module, pruner: Any) -> None:
         for key in SIZES:
             if hasattr(module, key):
                 setattr(module, key, width)
-        if hasattr(module, "all_head_size"):
-            module.all_head_size = layers[0].out_features  # type: ignore[assignment]
+        for key in WIDTHS:
+            if hasattr(module, key):
+                setattr(module, key, width * pruner.num_heads[layers[0]])
 
 
 def _attention(model: nn.Module) -> list[tuple[nn.Module, list[Any], int]]:

@@ -153,7 +153,7 @@ def from_torchvision(name: str) -> Network:
 def from_timm(name: str) -> Network:
     import timm
 
-    model = timm.create_model(name, pretrained=False)
+    model = timm.create_model(name, pretrained=False, num_classes=1000)
     px = TIMM[name] or (model.default_cfg["input_size"][-1] if model.default_cfg["fixed_input_size"] else SMALL)
     return Network(model, images(px), 1000, f"{px} px")
 

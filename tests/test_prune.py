@@ -103,7 +103,6 @@ def removed(mask: sosp.Mask) -> dict[str, list[int]]:
 
 
 DATA: dict[str, Any] = {
-    "a pair": pictures,
     "a loader": lambda: DataLoader(TensorDataset(*pictures()), batch_size=10),
     "a list": lambda: list(batches()),
     "a generator": batches,
@@ -111,9 +110,16 @@ DATA: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module")
+def wanted(trained: dict[str, Tensor]) -> sosp.Pruned:
+    """From a pair of tensors."""
+    net = Net().eval()
+    net.load_state_dict(trained)
+    return sosp.prune(net, pictures(), ratio=0.3, examples=None)
+
+
 @pytest.mark.parametrize("kind", DATA)
-def test_data_of_every_kind(model: Net, kind: str) -> None:
-    wanted = sosp.prune(model, pictures(), ratio=0.3, examples=None)
+def test_data_of_every_kind(model: Net, wanted: sosp.Pruned, kind: str) -> None:
     found = sosp.prune(model, DATA[kind](), ratio=0.3, examples=None)
     assert removed(found.mask) == removed(wanted.mask)
     assert found.saliency.examples == EXAMPLES
@@ -156,11 +162,10 @@ class Keyed(nn.Module):
 
 
 @pytest.mark.parametrize("once", [False, True])
-def test_dict_batches(model: Net, once: bool) -> None:
+def test_dict_batches(model: Net, wanted: sosp.Pruned, once: bool) -> None:
     data = [{"pixels": x, "labels": y} for x, y in batches(16)]
     found = sosp.prune(Keyed(model).eval(), iter(data) if once else data, ratio=0.3, examples=None)
-    plain = sosp.prune(model, pictures(), ratio=0.3, examples=None)
-    assert removed(found.mask) == {f"net.{n}": c for n, c in removed(plain.mask).items()}
+    assert removed(found.mask) == {f"net.{n}": c for n, c in removed(wanted.mask).items()}
     assert found.model(pixels=pictures()[0][:2])["logits"].shape == (2, CLASSES)
 
 

@@ -21,7 +21,7 @@ DROPOUTS = frozenset(
     {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
 )
 COMPOSITE = frozenset({"multi_head_attention_forward"})  # made of ops that are followed one by one
-NORMALISATIONS = frozenset({"batch_norm", "instance_norm"})
+NORMALISATIONS = frozenset({"batch_norm", "instance_norm", "layer_norm"})
 VALUES = frozenset(  # they look at numbers
     {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal", "allclose"}
 )
@@ -64,9 +64,15 @@ def run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     x = args[0] if args else None
     if name not in NORMALISATIONS or not isinstance(x, Tensor) or not x.is_meta:
         return func(*args, **kwargs)
+    over = x.shape[1]
+    if name == "layer_norm":
+        shape = tuple(args[1] if len(args) > 1 else kwargs["normalized_shape"])
+        over = torch.Size(shape).numel()
+        if tuple(x.shape[len(x.shape) - len(shape) :]) != shape:
+            raise ValueError(f"layer_norm over {shape} of {tuple(x.shape)}")
     widths = {y.numel() for y in tree_leaves((args[1:], kwargs)) if isinstance(y, Tensor)}
-    if widths - {x.shape[1]}:
-        raise ValueError(f"{name} over {x.shape[1]} channels with parameters for {widths}")
+    if widths - {over}:
+        raise ValueError(f"{name} over {over} channels with parameters for {widths}")
     return torch.empty_like(x)
 
 

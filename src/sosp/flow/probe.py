@@ -47,6 +47,7 @@ class Sliced:
 
 
 CACHE: dict[Any, Sliced | None] = {}
+NO_COPIES: set[Any] = set()  # calls that compute something
 
 
 def sliced(call: Call, axes: Mapping[int, int]) -> Sliced | None:
@@ -67,7 +68,7 @@ def _remembered(call: Call, axes: Mapping[int, int], shapes: Mapping[int, Any], 
     key = (
         call.func,
         tuple(axes.items()),
-        tuple((shapes[k], x.dtype) if k in shapes else _plain(x) for k, x in enumerate(call.leaves)),
+        tuple((shapes[k], x.dtype) if k in shapes else _kind(x) for k, x in enumerate(call.leaves)),
         call.spec,
         tuple(tuple(sizes.get(n, n) for n in s) for s in call.shapes),
     )
@@ -168,6 +169,22 @@ def copied(call: Call, labels: Mapping[int, Tensor], opaque: int, zero: int) -> 
     sizes = [call.leaves[k].numel() for k in places]
     if sum(sizes) > MOST:
         return None
+    key = (call.func, call.spec, tuple(_kind(x) for x in call.leaves))
+    if key in NO_COPIES and not call.known:
+        return None
+    found = _copied(call, labels, opaque, zero, places, sizes)
+    if found is None:
+        NO_COPIES.add(key)
+    return found
+
+
+def _kind(x: Any) -> Any:
+    return (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else _plain(x)
+
+
+def _copied(
+    call: Call, labels: Mapping[int, Tensor], opaque: int, zero: int, places: list[int], sizes: list[int]
+) -> list[Tensor] | None:
     values = [torch.zeros(1, dtype=torch.float64)]
     names = [torch.tensor([zero])]
     codes, noise = list(call.leaves), list(call.leaves)
