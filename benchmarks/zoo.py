@@ -33,11 +33,11 @@ TIMM = {
     "volo_d1_224": 0, "mixer_s32_224": 0, "gmlp_s16_224": 0, "resmlp_12_224": 0,
 }  # fmt: skip
 
-TEXT: dict[str, Any] = {"vocab_size": 37, "num_labels": 10}
+TEXT: dict[str, Any] = {"vocab_size": 37, "num_labels": 10, "max_position_embeddings": 32}
 WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 CAUSAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-GROUPED = {"num_key_value_heads": 2, "max_position_embeddings": 32, **CAUSAL}
-GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, **CAUSAL}
+GROUPED = {"num_key_value_heads": 2, **CAUSAL}
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, **CAUSAL}
 PYRAMID = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "image_size": 32, "patch_size": 4}
 
 # name -> (config class, model class, what the config is given, whether it reads images)

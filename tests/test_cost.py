@@ -399,6 +399,15 @@ def test_the_alternative_needs_only_the_numbers_of_filters(build: Callable[[], N
         before = left[name]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_alternative_is_never_more_in_groups(seed: int) -> None:
+    c = case("grouped")
+    mask = random_mask(c.model, c.inputs, list(c.layers), 0.7, seed)
+    exact, other = (sosp.count(c.model, c.inputs, mask, convention=x) for x in ("exact", "alternative"))
+    assert other.params <= exact.params
+    assert other.macs <= exact.macs
+
+
 @pytest.mark.parametrize("name", ["squeeze-excite", "depthwise-bias", "prelu", "layer-scale", "weight-norm"])
 def test_the_alternative_is_never_more_whatever_follows_the_channels(name: str) -> None:
     """Slopes, scales and computed weights have channels too."""

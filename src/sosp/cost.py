@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from sosp.errors import one_of
-from sosp.flow import Flow, trace
+from sosp.flow import Flow, follow
 from sosp.flow.graph import ZERO, Cut, Dense
 from sosp.flow.layout import Layout, whole
 from sosp.flow.plan import plan
@@ -57,7 +57,7 @@ def count(model: nn.Module, example: Any, mask: Mask | None = None, *, conventio
     equal for a network without a mask.
     """
     one_of("convention", convention, CONVENTIONS)
-    flow = trace(model, example)
+    flow = follow(model, example)
     if mask is None:
         return whole_cost(flow)
     check_mask(model, mask)

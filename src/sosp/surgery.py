@@ -10,7 +10,7 @@ from torch import nn
 from sosp.checkpoint.shapes import shapes
 from sosp.cost import Cost, cost_of
 from sosp.errors import StructureError, one_of, whole_number
-from sosp.flow import Flow, trace
+from sosp.flow import Flow, follow
 from sosp.flow.layout import Style
 from sosp.flow.plan import plan, set_zero
 from sosp.mask import Mask, check_mask, masked
@@ -38,7 +38,7 @@ def shrink(
     if mask.kind == "weights":
         raise StructureError("single weights cannot be cut out of a layer: use sosp.masked, or kind='filters'.")
     style = Style(join, whole_number("round_to", round_to))
-    return shrink_along(model, mask, example, trace(model, example), style, verify=verify)[0]
+    return shrink_along(model, mask, example, follow(model, example), style, verify=verify)[0]
 
 
 def shrink_along(

@@ -222,14 +222,19 @@ def trace(model: nn.Module, example: Any) -> Flow:
     Nothing is computed: it runs on the meta device, in the user's own code. Then a network with many channels gone is
     tried out there, to find the sizes that the code itself fixes.
     """
+    flow = follow(model, example)
+    plan(model, flow, _many(flow), example)
+    return flow
+
+
+def follow(model: nn.Module, example: Any) -> Flow:
+    """``trace`` without trying anything out: for a mask at hand, which will be tried out itself."""
     refuse_uninitialised(model)
     inputs = few(example)
     try:
-        flow = _trace(model, inputs, real=False)
+        return _trace(model, inputs, real=False)
     except Exception:  # code that looks at values, or at tensors that are no buffers: run it with real numbers
-        flow = _trace(model, inputs, real=True)
-    plan(model, flow, _many(flow), example)
-    return flow
+        return _trace(model, inputs, real=True)
 
 
 def _trace(model: nn.Module, inputs: Any, real: bool) -> Flow:
@@ -239,7 +244,7 @@ def _trace(model: nn.Module, inputs: Any, real: bool) -> Flow:
     untraced: dict[str, str] = {}
     for mode in MODES:
         try:
-            follow(twin, inputs, mode, graph, values, real)
+            _pass(twin, inputs, mode, graph, values, real)
         except Exception as error:
             if mode == "eval" and real:
                 shapes = tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, inputs)
@@ -267,7 +272,7 @@ def _many(flow: Flow) -> dict[str, np.ndarray]:
     return found
 
 
-def follow(twin: nn.Module, inputs: Any, mode: str, graph: Graph, values: Mapping[str, Tensor], real: bool) -> None:
+def _pass(twin: nn.Module, inputs: Any, mode: str, graph: Graph, values: Mapping[str, Tensor], real: bool) -> None:
     """One forward pass in one mode."""
     twin.train(mode == "train")
     tracer = Tracer(twin, graph, mode, dict(values), rows(inputs))
