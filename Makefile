@@ -25,7 +25,7 @@ test: $(STAMP)  ## format check, lint, types, tests
 	@echo "==> mypy"
 	@$(BIN)/mypy
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto
 
 fuzz: $(STAMP)  ## shrink N random networks and compare them with the masked ones (make fuzz N=10000 JOBS=2)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py $(N) --jobs $(JOBS)

@@ -120,7 +120,7 @@ def changed(model: nn.Module, before: dict[str, Any]) -> list[str]:
     return [n for n in now if now[n] != before[n]] + ["numbers"] * (not same) + ["chance"] * (not chance)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.7])
+@pytest.mark.parametrize("share", [0.3, 0.7])
 @EVERY
 def test_shrunk_computes_what_masked_computes(name: str, share: float) -> None:
     c = case(name)

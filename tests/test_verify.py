@@ -100,7 +100,10 @@ def test_a_live_channel_dropped_is_caught(
         sosp.shrink(model, mask, x)
 
 
-def test_what_is_wrong_in_train_mode_only_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_what_is_wrong_in_train_mode_only_is_caught(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind a dropout, which draws other numbers for fewer channels."""
+
     class Auxiliary(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -109,7 +112,7 @@ def test_what_is_wrong_in_train_mode_only_is_caught(monkeypatch: pytest.MonkeyPa
             self.extra = nn.Linear(6, 2)
 
         def forward(self, x: Tensor) -> Any:
-            x = F.relu(self.fc1(x))
+            x = F.dropout(F.relu(self.fc1(x)), rate, self.training)
             return (self.fc2(x), self.extra(x)) if self.training else self.fc2(x)
 
     model, x = made(Auxiliary), noise(5, 4)

@@ -169,6 +169,7 @@ def test_a_stream_takes_the_largest_factor_asked_of_it() -> None:
     assert widths(wide, "conv1", "block1.conv2") == [6, 6]
     assert shapes(wide) == shapes(sosp.widen(model, {"block1.conv2": 2, "conv1": 4 / 3}, x))
     assert shapes(wide) == shapes(sosp.widen(model, {"conv1": 2}, x))
+    assert shapes(wide) == shapes(sosp.widen(model, {"conv1": 2, "block1.conv2": 4 / 3}, x))
     twice_named = sosp.widen(model, {"block1": 1.5, "block1.conv1": 3}, x)
     assert widths(twice_named, "block1.conv1", "block1.conv2") == [6, 4]
 
