@@ -234,11 +234,15 @@ def first_half(x: Tensor) -> Tensor:
     return torch.cat([x[:, :2], x[:, :2] - x[:, 2:]], 1)
 
 
+def neighbours(x: Tensor) -> Tensor:
+    return x[:, torch.tensor([1, 0, 3, 2], device=x.device)]
+
+
 @cache
 def compiled() -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates it; users still have it
-        return {f.__name__: torch.jit.script(f) for f in (mirror, softmax, doubled, first_half)}
+        return {f.__name__: torch.jit.script(f) for f in (mirror, softmax, doubled, first_half, neighbours)}
 
 
 def marked_line(cls: type) -> str:
@@ -283,7 +287,7 @@ def test_what_is_pinned_by_which_line_and_why(cls: type[Middle]) -> None:
     check_shrinks(model, x, {"conv1": [1, 3], "conv2": [0, 5]})
 
 
-@pytest.mark.parametrize("what", ["mirror", "softmax", "doubled", "first_half"])
+@pytest.mark.parametrize("what", ["mirror", "softmax", "doubled", "first_half", "neighbours"])
 def test_compiled_code_is_followed_or_pinned_but_never_wrong(what: str) -> None:
     """How much of it can be seen depends on torch; what mixes channels must be pinned."""
     model, x = made(lambda: Scripted(what)), picture()

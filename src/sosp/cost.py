@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from sosp.errors import one_of
+from sosp.errors import StructureError, one_of
 from sosp.flow import Flow, follow
 from sosp.flow.graph import ZERO, Cut, Dense
 from sosp.flow.layout import Layout, whole
@@ -61,6 +61,8 @@ def count(model: nn.Module, example: Any, mask: Mask | None = None, *, conventio
     if mask is None:
         return whole_cost(flow)
     check_mask(model, mask)
+    if mask.kind == "weights":
+        raise StructureError("single weights cannot be cut out of a layer: count a mask of kind='filters'.")
     removed = flow.removed(mask.removed, {layer.name: layer.norms for layer in mask.layers})
     if convention == "alternative":
         return alternative(flow, removed)
@@ -75,6 +77,11 @@ def whole_cost(flow: Flow) -> Cost:
 
 def cost_of(flow: Flow, layout: Layout) -> Cost:
     """The cost of the network that keeps this."""
+    return _cost(*_sizes(flow, layout))
+
+
+def _sizes(flow: Flow, layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
+    """Parameter -> elements, layer -> MACs."""
     counts = layout.counts
     gone = _gone(flow, layout)
     params = {n: 0 if n.rpartition(".")[0] in gone else prod(shape) for n, shape in flow.parameters.items()}
@@ -87,7 +94,7 @@ def cost_of(flow: Flow, layout: Layout) -> Cost:
         if d.weight in params:
             params[d.weight] = elements
         macs[d.module] = macs.get(d.module, 0) + round(elements * d.positions.get("eval", 0.0))
-    return _cost(params, macs)
+    return params, macs
 
 
 def _gone(flow: Flow, layout: Layout) -> set[str]:
@@ -126,32 +133,31 @@ def alternative(flow: Flow, removed: Mapping[str, np.ndarray]) -> Cost:
     """
     zero, skips = _chain(flow, removed)
     exact = flow.layout(removed)
+    params, macs = _sizes(flow, exact)  # never more than what is built: what nothing reads goes in either count
     counts = (~zero).astype(np.int64)
-    params = {n: prod(shape) for n, shape in flow.parameters.items()}
-    macs: dict[str, int] = {}
     given = {name: cuts[-1] for name, cuts in flow.graph.calls.items()}
     widths: dict[str, int] = {}  # module -> channels that leave it
     for name, cut in given.items():
         behind = flow.behind.get(name, cut)
         widths[name] = skips.get(behind.module, int(counts[behind.out].sum()))
+    work: dict[str, int] = {}
     for d in flow.graph.dense.values():
-        # Never more than what is built: a filter that nothing reads goes in either count.
         rows = min(widths.get(d.module, len(d.out)), int(exact.counts[d.out].sum()))
         columns = min(max(int(counts[into].sum()) for into in d.into), int(exact.counts[d.into[0]].sum()))
         groups = max(1, round(d.groups * min(rows / len(d.out), columns / len(d.into[0])))) if d.groups > 1 else 1
-        elements = 0 if d.weight in exact.emptied else rows * columns // groups * d.kernel
-        if d.weight in params:
-            params[d.weight] = elements
-        if d.bias in params:
-            params[d.bias] = rows
-        macs[d.module] = macs.get(d.module, 0) + round(elements * d.positions.get("eval", 0.0))
+        elements = (
+            0 if d.weight in exact.emptied else min(rows * columns // groups * d.kernel, _elements(d, exact.counts))
+        )
+        for name, number in ((d.weight, elements), (d.bias or "", rows)):
+            if name in params:
+                params[name] = min(params[name], number)
+        work[d.module] = work.get(d.module, 0) + round(elements * d.positions.get("eval", 0.0))
     for name in flow.norms:
-        whole = len(given[name].given)
-        width = min(skips.get(name, int(counts[given[name].out].sum())), int(exact.counts[given[name].given].sum()))
-        for n in params:
+        width = skips.get(name, int(counts[given[name].out].sum()))
+        for n, shape in flow.parameters.items():
             if n.rpartition(".")[0] == name:
-                params[n] = params[n] // whole * width
-    return _cost(params, macs)
+                params[n] = min(params[n], prod(shape) // len(given[name].given) * width)
+    return _cost(params, {n: min(number, work.get(n, number)) for n, number in macs.items()})
 
 
 def _chain(flow: Flow, removed: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, int]]:

@@ -57,13 +57,11 @@ def dense(book: Book, call: Call, args: Any, kwargs: Any) -> Labels | None:
     """The labels of the output; None where it is no such op after all."""
     given = arguments(call.name, args, kwargs)
     x, weight = given["input"], given["weight"]
-    axis = -1 if call.name in ("linear", "addmm") else 1
+    axis = -1 if call.name in ("linear", "addmm") else 1 if x.dim() == weight.dim() else 0  # 0: without a batch
     use = Use(call.name, x, weight, given.get("bias"), given.get("groups", 1), call.shapes[0], axis)
     if call.name == "addmm" and (
         id(weight) not in book.names or not book.layer_of(weight) or {"alpha", "beta"} & set(kwargs)
     ):
-        return None
-    if axis == 1 and x.dim() != weight.dim():  # without a batch
         return None
     into = book.channels(x, axis)
     if into is None:

@@ -86,7 +86,8 @@ def _fix_axis(graph: Graph, record: Record, counts: np.ndarray) -> bool:
         if labels is None or picks is None:
             continue
         changed = [d for d in labels.varying if len(picks[d]) < labels.shape[d] and (id(labels), d) not in known]
-        if changed and len(labels.varying) > 1:
+        free = [d for d in labels.varying if (id(labels), d) not in known]
+        if changed and len(free) > 1:  # one axis at least is free; otherwise all of it is pinned
             graph.fixed.append((labels, min(changed, key=lambda d: labels.shape[d])))
             return True
     return False
