@@ -223,7 +223,8 @@ def trace(model: nn.Module, example: Any) -> Flow:
     tried out there, to find the sizes that the code itself fixes.
     """
     flow = follow(model, example)
-    plan(model, flow, _many(flow), example)
+    for removed in _many(flow):
+        plan(model, flow, removed, example)
     return flow
 
 
@@ -259,17 +260,19 @@ def _trace(model: nn.Module, inputs: Any, real: bool) -> Flow:
     return Flow(graph, {n: tuple(p.shape) for n, p in model.named_parameters()}, untraced, real, norms)
 
 
-def _many(flow: Flow) -> dict[str, np.ndarray]:
-    """A mask for trying out: of every layer the first third (whole heads, whole branches) and half of the rest."""
+def _many(flow: Flow) -> list[dict[str, np.ndarray]]:
+    """Masks for trying out: of every layer the first third (whole heads, whole branches) and half of the rest; then
+    every other channel (of every head, of every group)."""
     generator = np.random.default_rng(0)
-    found = {}
+    first: dict[str, np.ndarray] = {}
+    second: dict[str, np.ndarray] = {}
     for d in flow.graph.dense.values():
         for cut in flow.graph.calls.get(d.module, [])[:1]:
-            gone = generator.random(len(cut.given)) < 0.5
-            gone[: len(gone) // 3] = True
-            gone[-1] = False
-            found[d.module] = gone
-    return found
+            width = len(cut.given)
+            first[d.module] = (generator.random(width) < 0.5) | (np.arange(width) < width // 3)
+            first[d.module][-1] = False
+            second[d.module] = np.arange(width) % 2 == 1
+    return [first, second]
 
 
 def _pass(twin: nn.Module, inputs: Any, mode: str, graph: Graph, values: Mapping[str, Tensor], real: bool) -> None:

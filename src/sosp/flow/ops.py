@@ -25,9 +25,8 @@ NORMALISATIONS = frozenset({"batch_norm", "instance_norm", "layer_norm"})
 VALUES = frozenset(  # they look at numbers
     {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal", "allclose"}
 )
-FACTORIES = frozenset(
-    {"empty_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"}
-)  # a type and a device
+FACTORIES = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"})  # a type and a device
+UNWRITTEN = frozenset({"empty_like"})  # how torch finds the shape of compiled code: nothing is known of it
 SIZES = frozenset({"shape", "size", "__len__", "numel", "nelement", "stride"})
 TORCH = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parent.parent)

@@ -17,7 +17,19 @@ from sosp.flow.dense import DENSE, dense, embedding
 from sosp.flow.elementwise import elementwise
 from sosp.flow.graph import OPAQUE, ZERO, Cut, Graph, Ids, Record
 from sosp.flow.labels import MOVES, RESHAPES, SAME, Labels, moved, settle, vector
-from sosp.flow.ops import COMPOSITE, DECOMPOSED, DROPOUTS, FACTORIES, SIZES, VALUES, name_of, run, unchecked, user_line
+from sosp.flow.ops import (
+    COMPOSITE,
+    DECOMPOSED,
+    DROPOUTS,
+    FACTORIES,
+    SIZES,
+    UNWRITTEN,
+    VALUES,
+    name_of,
+    run,
+    unchecked,
+    user_line,
+)
 from sosp.flow.probe import Call, copied
 from sosp.layers import channel_axis, is_norm, layer_type
 from sosp.scatter import Scatter
@@ -124,10 +136,14 @@ class Tracer(TorchFunctionMode):
             moving = self.moving(call, given)
             if moving is not None:
                 return list(moving), True
-        alike = elementwise(self.book, call, given)
+        alike = elementwise(self.book, call, given) if call.name not in UNWRITTEN else None
         if alike is not None:
             return list(alike), False
-        copies = copied(call, {k: x.full() for k, x in given.items() if x is not None}, OPAQUE, ZERO)
+        copies = (
+            None
+            if call.name in UNWRITTEN
+            else copied(call, {k: x.full() for k, x in given.items() if x is not None}, OPAQUE, ZERO)
+        )
         if copies is not None:
             return [settle(x) for x in copies], True
         for k in call.tensors:
