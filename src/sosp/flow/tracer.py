@@ -25,6 +25,7 @@ from sosp.flow.ops import (
     SIZES,
     UNWRITTEN,
     VALUES,
+    from_within,
     name_of,
     run,
     unchecked,
@@ -128,7 +129,7 @@ class Tracer(TorchFunctionMode):
         if call.name == "embedding":
             return [embedding(self.book, call, args, kwargs)], False
         given = {k: self.book.labels(call.leaves[k]) for k in call.tensors}
-        if all(x is None for x in given.values()) or call.name in FACTORIES:
+        if all(x is None for x in given.values()) or (call.name in FACTORIES and not from_within()):
             return [None] * len(call.shapes), False
         if call.name in DROPOUTS or (call.name in SAME and len(call.shapes) == 1):
             return [given[call.tensors[0]]], False
@@ -136,14 +137,12 @@ class Tracer(TorchFunctionMode):
             moving = self.moving(call, given)
             if moving is not None:
                 return list(moving), True
-        alike = elementwise(self.book, call, given) if call.name not in UNWRITTEN else None
+        unwritten = call.name in UNWRITTEN or call.name in FACTORIES
+        alike = None if unwritten else elementwise(self.book, call, given)
         if alike is not None:
             return list(alike), False
-        copies = (
-            None
-            if call.name in UNWRITTEN
-            else copied(call, {k: x.full() for k, x in given.items() if x is not None}, OPAQUE, ZERO)
-        )
+        full = {k: x.full() for k, x in given.items() if x is not None}
+        copies = None if unwritten else copied(call, full, OPAQUE, ZERO)
         if copies is not None:
             return [settle(x) for x in copies], True
         for k in call.tensors:
