@@ -58,5 +58,6 @@ def test_the_whole_job_on_a_small_scale() -> None:
     assert [(row.method, row.ratio) for row in rows] == [("sosp-h", 0.3), ("random", 0.3)]
     # 16 (stem) + 2 x 16 + 2 x 32 + 2 x 32 = 176 filters; the 32 of the skip's convolution stay.
     assert [row.removed for row in rows] == [round(0.3 * 176)] * 2
-    assert all(0 <= row.masked <= 1 and 0 <= row.tuned <= 1 and row.seconds >= 0 for row in rows)
+    assert all(0 <= row.shrunk <= 1 and 0 <= row.tuned <= 1 and row.seconds >= 0 for row in rows)
+    assert all(row.parameters < 0.8 * unpruned.parameters for row in rows)
     assert all(row.method in printed.getvalue() for row in [unpruned, *rows])

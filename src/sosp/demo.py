@@ -46,8 +46,9 @@ class Row:
     method: str
     ratio: float
     removed: int
-    seconds: float  # to score; selection and masking not counted
-    masked: float
+    parameters: int  # of the smaller network
+    seconds: float  # to score; selection and surgery not counted
+    shrunk: float
     tuned: float
 
 
@@ -160,6 +161,11 @@ def before_and_after(model: nn.Module, splits: tuple[Pair, Pair], settings: Sett
     return before, accuracy(model, test_set)
 
 
+def size(model: nn.Module) -> int:
+    """Its parameters."""
+    return sum(p.numel() for p in model.parameters())
+
+
 def compare(
     model: nn.Module, structures: sosp.Structures, method: str, splits: tuple[Pair, Pair], settings: Settings
 ) -> Iterator[Row]:
@@ -177,24 +183,25 @@ def compare(
     seconds = time.perf_counter() - start
     for ratio in settings.ratios:
         mask = sosp.select(saliency, ratio=ratio)
-        pruned = sosp.masked(model, mask)
+        pruned = sosp.shrink(model, mask, splits[0][0][:8])
         removed = sum(len(channels) for channels in mask.removed.values())
-        yield Row(method, ratio, removed, seconds, *before_and_after(pruned, splits, settings))
+        yield Row(method, ratio, removed, size(pruned), seconds, *before_and_after(pruned, splits, settings))
 
 
 def table(rows: list[Row]) -> Table:
     """The rows by ratio, so that methods stand beside each other; the unpruned network comes first."""
     result = Table(title="Accuracy on the 450 test images (one image is 0.2 %)", title_justify="left")
     result.add_column("method")
-    for heading in ("ratio", "removed", "scoring (s)", "masked", "fine-tuned"):
+    for heading in ("ratio", "removed", "parameters", "scoring (s)", "shrunk", "fine-tuned"):
         result.add_column(heading, justify="right")
     rows = sorted(rows, key=lambda row: row.ratio)
     for row, following in zip(rows, [*rows[1:], rows[-1]], strict=True):
         cells = (
             f"{row.ratio}",
             f"{row.removed}",
+            f"{row.parameters:,}",
             f"{row.seconds:.2f}",
-            f"{row.masked:.1%}",
+            f"{row.shrunk:.1%}",
             f"{row.tuned:.1%}",
         )
         result.add_row(row.method, *cells, end_section=row.ratio != following.ratio)
@@ -203,7 +210,7 @@ def table(rows: list[Row]) -> Table:
 
 @one_thread()
 def run(console: Console, settings: Settings | None = None) -> list[Row]:
-    """Load, train, then score, select, mask and fine-tune by each method; print each step and the table."""
+    """Load, train, then score, select, shrink and fine-tune by each method; print each step and the table."""
     settings = settings or Settings()
     start = time.perf_counter()
     console.print("Loading scikit-learn's digits: 1347 images to train on, 450 to test on.")
@@ -217,7 +224,7 @@ def run(console: Console, settings: Settings | None = None) -> list[Row]:
     structures = sosp.find_structures(model, train_set[0][:1], exclude=sosp.downsampling(model))
     console.print(f"It has {len(structures)} filters that could go (its downsampling path stays whole).")
     unpruned = before_and_after(copy.deepcopy(model), splits, settings)
-    rows = [Row("unpruned", 0.0, 0, 0.0, *unpruned)]
+    rows = [Row("unpruned", 0.0, 0, size(model), 0.0, *unpruned)]
     shares = " and ".join(f"{ratio:.0%}" for ratio in settings.ratios)
     for method in settings.methods:
         console.print(f"{method}: scoring, removing {shares}, fine-tuning ...", end=" ")
@@ -225,7 +232,7 @@ def run(console: Console, settings: Settings | None = None) -> list[Row]:
         console.print(f"scored in {rows[-1].seconds:.2f} s.")
     console.print(table(rows))
     console.print(
-        "Masked: the removed feature maps are zero and nothing else has changed, so this column shows the "
+        "Shrunk: the removed filters are gone and nothing else has changed, so this column shows the "
         f"choice itself. Fine-tuned: {settings.tuning.epochs} more epochs; on data this easy they make up for any "
         f"choice, a random one included. Done in {time.perf_counter() - start:.0f} s."
     )
