@@ -302,6 +302,24 @@ def test_compiled_code_is_followed_or_pinned_but_never_wrong(what: str) -> None:
         check_close(sosp.shrink(model, mask, x), zeroed(model, {"conv1": channels}), x)
 
 
+class Ends(Middle):
+    """Compiled code at the very end, and numbers that the code looks at: nothing of it is seen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x if x.sum().item() < 1e9 else x + 1)
+        return compiled()["softmax"](out)
+
+
+def test_a_model_that_ends_in_compiled_code() -> None:
+    model, x = made(Ends), picture()
+    flow = sosp.trace(model, x)
+    assert flow.real
+    assert flow.streams[-1].pinned == 2
+    removed = {"conv1": [1], "conv2": [0, 5]}
+    small = sosp.shrink(model, sosp.Mask.from_removed(model, removed, x), x)
+    check_close(small, zeroed(model, removed), x)
+
+
 def test_memory_that_nobody_wrote_to_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch finds the shape of compiled code with ``empty_like``: whatever is in that memory, it is not followed."""
     run = probe.Call.run

@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from sosp.errors import StructureError, nearest
+from sosp.errors import ArgumentError, StructureError, nearest
 from sosp.gates import GateHook, along, hook_output, install
 from sosp.layers import width_of
 from sosp.records import Layer, Structures
@@ -112,14 +112,23 @@ def _indices(layers: Mapping[str, Layer], name: str, channels: Iterable[int]) ->
 
 def check_mask(model: nn.Module, mask: Mask) -> None:
     """Refuse a mask that was made for another model."""
+    if not isinstance(mask, Mask):
+        raise ArgumentError(f"the mask is a {type(mask).__name__}; take one from sosp.select or Mask.from_removed.")
     known = dict(model.named_parameters() if mask.kind == "weights" else model.named_modules())
     norms = [n for layer in mask.layers if layer.name in mask.removed for n in layer.norms] + [*mask.norms]
     for name in (*mask.removed, *norms):
         if name not in known:
             raise StructureError(f"the mask names {name!r}, which this model does not have.{nearest(name, known)}")
-    for layer in mask.layers:
-        if layer.name in mask.removed:
-            _check_width(model, layer, mask.kind)
+    layers = {layer.name: layer for layer in mask.layers}
+    for name, channels in mask.removed.items():
+        if name not in layers:
+            raise StructureError(f"the mask removes channels of {name!r}, which is not among its layers.")
+        _check_width(model, layers[name], mask.kind)
+        if len(channels) and not 0 <= int(channels.min()) <= int(channels.max()) < layers[name].channels:
+            raise StructureError(
+                f"the mask names channels {int(channels.min())} to {int(channels.max())} of {name!r}, which has "
+                f"channels 0 to {layers[name].channels - 1}."
+            )
 
 
 def masked(model: nn.Module, mask: Mask) -> nn.Module:

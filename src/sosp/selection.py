@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import floor
+from math import floor, isfinite
 
 import torch
 from torch import Tensor
@@ -76,6 +76,7 @@ def _budget(ratio: float | None, params: float | None, macs: float | None) -> tu
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
+        or not isfinite(value)
         or not (0 < value <= 1 or value == int(value) > 1)
     ):
         raise ArgumentError(

@@ -235,7 +235,12 @@ def follow(model: nn.Module, example: Any) -> Flow:
     try:
         return _trace(model, inputs, real=False)
     except Exception:  # code that looks at values, or at tensors that are no buffers: run it with real numbers
-        return _trace(model, inputs, real=True)
+        try:
+            return _trace(model, inputs, real=True)
+        except StructureError:
+            raise
+        except Exception as error:  # it cannot even be copied
+            raise StructureError(f"the network cannot be followed: {type(error).__name__}: {error}") from error
 
 
 def _trace(model: nn.Module, inputs: Any, real: bool) -> Flow:
