@@ -289,6 +289,7 @@ def _pass(twin: nn.Module, inputs: Any, mode: str, graph: Graph, values: Mapping
         tracer.book.put(x, None)
     with quiet(), tracer.hooked(), tracer:
         outputs = call(twin, given)
+    tracer.strangers(tensors_of(outputs))
     for x in tensors_of(outputs):
         tracer.book.pin_tensor(x, "return", "the model returns it")
 
