@@ -125,6 +125,14 @@ def test_a_limit_that_is_met_exactly_is_met() -> None:
         assert sosp.select(s, params=lefts[k] / lefts[0]).chosen == first
 
 
+def test_a_share_of_a_whole_number_is_not_lost_to_rounding() -> None:
+    """57 of 101 MACs, 3 x 5 + 6 x 3 + 4 x 6, are left without four neurons; 57 / 101 * 101 is 56.999..."""
+    s = saliency(case("mlp"))
+    s = replace(s, first=torch.arange(1.0, 14.0, dtype=torch.float64))
+    assert sosp.select(s, macs=57).chosen == 4
+    assert sosp.select(s, macs=57 / 101).chosen == 4
+
+
 @LIMITS
 def test_what_asks_for_nothing_removes_nothing(what: str) -> None:
     c = case("residual")
