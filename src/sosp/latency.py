@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from sosp.data import call
-from sosp.errors import ArgumentError, whole_number
+from sosp.errors import ArgumentError, StructureError, whole_number
+from sosp.preserve import refuse_uninitialised, same_state
 
 
 @dataclass(frozen=True)
@@ -51,19 +53,31 @@ def latency(
     models = dict(model) if isinstance(model, Mapping) else {"": model}
     if not models or not all(isinstance(m, nn.Module) for m in models.values()):
         raise ArgumentError("latency takes a module, or a dict of names and modules.")
-    where = torch.device(device) if device is not None else _home(next(iter(models.values())))
+    where = _device(device) if device is not None else _home(next(iter(models.values())))
     if where.type == "cuda":
         where = torch.empty(0, device=where).device  # with its number
+    for m in models.values():
+        refuse_uninitialised(m)
     calls = {name: _prepared(m, example, where) for name, m in models.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
-    with torch.inference_mode():
+    with ExitStack() as stack:
+        for m in models.values():
+            stack.enter_context(same_state(m))
+        stack.enter_context(torch.inference_mode())
         for run in range(warmup + runs):
             for name, once in calls.items():
-                seconds = once()
+                seconds = _tried(name, once, example)
                 if run >= warmup:
                     times[name].append(seconds)
     found = {name: _summary(t, str(where)) for name, t in times.items()}
     return found if isinstance(model, Mapping) else found[""]
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"device={device!r} is no device: {str(error).splitlines()[0]}") from error
 
 
 def _home(model: nn.Module) -> torch.device:
@@ -74,8 +88,19 @@ def _prepared(model: nn.Module, example: Any, where: torch.device) -> Callable[[
     """One timed call, of the model itself if it is there and in eval mode (compiled ones cannot be copied)."""
     ready = _home(model) == where and not any(m.training for m in model.modules())
     twin = model if ready else copy.deepcopy(model).eval().to(where)
-    inputs = tree_map(lambda x: x.to(where) if isinstance(x, Tensor) else x, example)
+    inputs = tree_map(lambda x: x.to(where, copy=True) if isinstance(x, Tensor) else x, example)
     return lambda: (_on_gpu if where.type == "cuda" else _on_cpu)(lambda: call(twin, inputs))
+
+
+def _tried(name: str, once: Callable[[], float], example: Any) -> float:
+    try:
+        return once()
+    except Exception as error:
+        which = f"the model {name!r}" if name else "the model"
+        shapes = tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, example)
+        raise StructureError(
+            f"{which} does not run on the example (shapes {shapes}): {type(error).__name__}: {error}"
+        ) from error
 
 
 def _on_cpu(once: Callable[[], Any]) -> float:

@@ -43,6 +43,13 @@ def borrowed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def same_state(model: nn.Module) -> Iterator[None]:
+    """What a forward pass keeps on its modules, and the numbers in their buffers, are given back."""
+    with _same_attributes(model), _same_buffers(model):
+        yield
+
+
+@contextmanager
 def layer_by_layer() -> Iterator[None]:
     """Torch's own transformer would run fused, past the layers with gates inside, or on packed sentences."""
     before = torch.backends.mha.get_fastpath_enabled()

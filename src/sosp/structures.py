@@ -113,7 +113,7 @@ def _layer(model: nn.Module, seen: Trace, name: str) -> Layer:
     )  # fmt: skip
 
 
-def excluded_names(model: nn.Module, exclude: Exclude, *, parameters: bool = True) -> set[str]:
+def excluded_names(model: nn.Module, exclude: Exclude, *, parameters: bool = True, what: str = "exclude") -> set[str]:
     """Every module (and parameter) path that ``exclude`` covers; each entry must cover something."""
     things: dict[str, Any] = {n: m for n, m in model.named_modules(remove_duplicate=False) if n}
     things |= model.named_parameters(remove_duplicate=False) if parameters else {}
@@ -126,7 +126,7 @@ def excluded_names(model: nn.Module, exclude: Exclude, *, parameters: bool = Tru
         if not roots:
             shown = type(entry).__name__ if isinstance(entry, nn.Module) else repr(entry)
             hint = "" if isinstance(entry, nn.Module) else nearest(entry, things)
-            raise StructureError(f"exclude names {shown}, which matches no layer of the model.{hint}")
+            raise StructureError(f"{what} names {shown}, which matches no layer of the model.{hint}")
         covered.update(id(m) for n, m in things.items() for r in roots if n == r or n.startswith(r + "."))
     return {n for n, m in things.items() if id(m) in covered}  # a shared layer has several names
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from sosp.data import call, copies
-from sosp.errors import SurgeryError
+from sosp.errors import StructureError, SurgeryError
 from sosp.flow.ops import DROPOUTS, name_of
 from sosp.flow.twin import few, quiet, tensors_of
 
@@ -39,7 +39,12 @@ def check_same(small: nn.Module, masked: nn.Module, example: Any, modes: tuple[s
     """Refuse a small network that does not give what the masked one gives, in eval and in train mode."""
     inputs = few(example, ROWS)
     for mode in modes:
-        theirs = outputs(masked, inputs, mode, 0)  # if it does not run, that is the user's to know
+        try:
+            theirs = outputs(masked, inputs, mode, 0)
+        except Exception as error:  # of another type or on another device, which the meta device does not mind
+            raise StructureError(
+                f"the model does not run on the example in {mode} mode: {type(error).__name__}: {error}"
+            ) from error
         try:
             ours = outputs(small, inputs, mode, 0)
         except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,9 @@ def widen(model: nn.Module, factors: Mapping[str, float], example: Any, *, init:
     """
     one_of("init", init, INITS)
     flow = trace(model, example)
-    layout = widened(flow, _factors(model, flow, factors))
+    found = _factors(model, flow, factors)
+    layout = widened(flow, found, frozenset(factors) & frozenset(found))
+    _refuse_nothing(flow, layout, found, factors)
     recipe = write(model, flow.graph, layout, {})
     _refuse_trouble(model, flow, layout, recipe, example)
     wide = cooked(model, recipe)
@@ -55,7 +58,7 @@ def _factors(model: nn.Module, flow: Flow, factors: Mapping[str, float]) -> dict
     for name, factor in factors.items():
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 1 <= factor <= 64:
             raise ArgumentError(f"the factor for {name!r} is {factor!r}; it must be a number from 1 to 64.")
-        named = excluded_names(model, [name], parameters=False) & layers
+        named = excluded_names(model, [name], parameters=False, what="factors") & layers
         if not named:
             raise StructureError(f"{name!r} holds no layer whose channels can be followed, so nothing to widen.")
         for layer in named:
@@ -63,7 +66,7 @@ def _factors(model: nn.Module, flow: Flow, factors: Mapping[str, float]) -> dict
     return found
 
 
-def widened(flow: Flow, factors: Mapping[str, float]) -> Layout:
+def widened(flow: Flow, factors: Mapping[str, float], named: frozenset[str] = frozenset()) -> Layout:
     """How often every value occurs; channels that are tied to each other occur equally often."""
     together = flow.graph.classes(_ties(flow))
     held = np.zeros(flow.graph.count, dtype=bool)
@@ -75,8 +78,10 @@ def widened(flow: Flow, factors: Mapping[str, float]) -> Layout:
         if held[ids].any():
             stuck.append(name)
             continue
+        ids = ids[np.sort(np.unique(ids, return_index=True)[1])]  # channels that are tied to each other grow once
         counts[ids] = np.maximum(counts[ids], _copies(len(ids), factor, _period(flow, together, ids)))
-    if len(stuck) == len(factors):
+    stuck = [n for n in stuck if n in named] or (stuck if len(stuck) == len(factors) else [])
+    if stuck:
         reasons = [str(p) for p in flow.pinned if set(p.layers) & set(stuck)]
         raise StructureError(
             f"{', '.join(map(repr, stuck))} cannot be widened: the width is fixed.\n  " + "\n  ".join(reasons)
@@ -85,9 +90,22 @@ def widened(flow: Flow, factors: Mapping[str, float]) -> Layout:
     return Layout(counts[together], whole_.zero, whole_.needed, frozenset())
 
 
+def _refuse_nothing(flow: Flow, layout: Layout, found: Mapping[str, float], factors: Mapping[str, float]) -> None:
+    """A layer that is named and cannot have the width that was asked for is not left as it is without a word."""
+    for name in (n for n in factors if n in found):
+        ids = flow.graph.calls[name][0].out
+        wanted, width = round(found[name] * len(ids)), int(layout.counts[ids].sum())
+        if width < wanted:
+            raise StructureError(
+                f"{name!r} cannot have {wanted} channels instead of {len(ids)}: they go in groups of equal size. "
+                "Choose a whole factor."
+            )
+
+
 def _ties(flow: Flow) -> list[tuple[Ids, Ids]]:
     """What leaves a module was computed in it; a depthwise convolution has as many channels out as in."""
-    ties = [(c.into, c.out) for cuts in flow.graph.calls.values() for c in cuts]
+    cuts = [c for cuts in flow.graph.calls.values() for c in cuts]
+    ties = [(c.into[c.index >= 0], c.out[c.index >= 0]) for c in cuts]  # what is scattered to zeros comes from nowhere
     for d in flow.graph.dense.values():
         if d.groups > 1 and d.groups == len(d.into[0]):
             ties.append((np.repeat(d.into[0], len(d.out) // d.groups), d.out))
@@ -100,8 +118,8 @@ def _period(flow: Flow, together: Ids, ids: Ids) -> int:
     mine = set(ids.tolist())
     for d in flow.graph.dense.values():
         for side in (d.out, *d.into[:1]):
-            if d.groups > 1 and len(side) > d.groups and mine & set(together[side].tolist()):
-                found = max(found, d.groups)
+            if 1 < d.groups < len(d.into[0]) and mine & set(together[side].tolist()):
+                found = lcm(found, d.groups)
     return found
 
 
@@ -176,5 +194,7 @@ def _old(recipe: Recipe, name: str, x: Tensor) -> Tensor:
 
 
 def _first(index: Tensor) -> Tensor:
-    """(n,) whether it is the first time that this number occurs; equal ones stand together."""
-    return torch.cat([torch.ones(1, dtype=torch.bool), index[1:] != index[:-1]])
+    """(n,) whether it is the first time that this number occurs."""
+    first = torch.zeros(len(index), dtype=torch.bool)
+    first[torch.from_numpy(np.unique(index.numpy(), return_index=True)[1])] = True
+    return first

@@ -160,6 +160,8 @@ class Needs:
         if not self.has(cut.given).any() or not np.array_equal(cut.index, np.arange(len(cut.given))):
             return False
         if layer is not None:
+            if len(layer.into) != len(self.graph.calls[cut.module]):  # another layer has the same weight
+                return False
             return layer.narrow and layer.weight not in self.emptied and not (layer.transposed and layer.groups > 1)
         return all(f"{cut.module}.{key}" in self.graph.slices for key in ("weight", "bias"))
 

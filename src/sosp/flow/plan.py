@@ -136,8 +136,15 @@ def _passed(model: nn.Module, graph: Graph, layout: Layout, name: str) -> bool:
 
 
 def stay(counts: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Which places of ``ids`` stay, in order; some several times in a widened network."""
-    return np.repeat(np.arange(len(ids)), counts[ids])
+    """Which places of ``ids`` stay, in order; some several times in a widened network.
+
+    Neighbours with one number are pixels of one channel, flattened: a copy of the channel stands behind all of them.
+    """
+    times = counts[ids]
+    if times.max(initial=0) <= 1:
+        return np.flatnonzero(times)
+    runs = np.split(np.arange(len(ids)), np.flatnonzero(ids[1:] != ids[:-1]) + 1)
+    return np.concatenate([np.tile(run, times[run[0]]) for run in runs])
 
 
 def _keep(slices: dict[str, dict[int, Tensor]], name: str, axis: int, counts: np.ndarray, ids: np.ndarray) -> None:
@@ -187,8 +194,8 @@ def _in_groups(d: Dense, counts: np.ndarray) -> tuple[tuple[Tensor, Tensor], int
 def _placing(cuts: list[Cut], layout: Layout, removed: np.ndarray | None) -> Placing | None:
     """Where the channels that a module still computes go among those that leave it; None where they are the same."""
     cut, counts = cuts[0], layout.counts
-    if counts.max(initial=1) > 1:  # a widened network: every tensor grows alike
-        return None
+    if counts.max(initial=1) > 1:
+        return _placing_wide(cut, counts)
     computed = stay(counts, cut.given)
     place = np.full(len(cut.given) + 1, -1)
     place[computed] = np.arange(len(computed))
@@ -198,6 +205,17 @@ def _placing(cuts: list[Cut], layout: Layout, removed: np.ndarray | None) -> Pla
     if np.array_equal(index, np.arange(len(computed))):
         return None
     return Placing(torch.from_numpy(index), cut.axis, len(computed))
+
+
+def _placing_wide(cut: Cut, counts: np.ndarray) -> Placing | None:
+    """The same for a widened network: copy k of an output takes copy k of the channel it comes from."""
+    times = counts[cut.given]
+    starts = np.cumsum(times) - times
+    pairs = zip(cut.index, counts[cut.out], strict=True)
+    index = np.concatenate([np.full(m, -1) if j < 0 else starts[j] + np.arange(m) for j, m in pairs])
+    if np.array_equal(index, np.arange(times.sum())):
+        return None
+    return Placing(torch.from_numpy(index), cut.axis, int(times.sum()))
 
 
 def forced(cuts: list[Cut], layout: Layout, removed: np.ndarray | None) -> np.ndarray:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from sosp.errors import StructureError
 from sosp.preserve import layer_by_layer, same_random_numbers
 
 
@@ -50,6 +51,8 @@ def rows(inputs: Any) -> int:
 def few(example: Any, most: int = 2) -> Any:
     """The first rows of the example, two at least (batch norms in train mode need more than one)."""
     count = rows(example)
+    if any(isinstance(x, Tensor) and x.dim() and not len(x) for x in tree_leaves(example)):
+        raise StructureError("the example is empty: give it one row at least.")
     return tree_map(
         lambda x: _cut(x, most) if isinstance(x, Tensor) and x.dim() and x.shape[0] == count else x, example
     )
