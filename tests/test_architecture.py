@@ -40,7 +40,7 @@ ALLOWED = {
     "checkpoint": "errors records layers scatter recipe preserve gates mask",
     "surgery": "errors recipe flow mask cost verify checkpoint",
     "widening": "errors recipe flow structures verify surgery",
-    "latency": "errors data",
+    "latency": "errors data preserve",
     "prune": "records data losses flow structures criteria mask cost selection surgery checkpoint",
     "sosp": "errors records flow structures passes criteria mask cost selection surgery widening latency checkpoint "
     "prune",

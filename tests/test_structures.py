@@ -667,3 +667,24 @@ def test_looking_at_a_spectral_norm_in_train_mode_changes_nothing() -> None:
     with pytest.raises(StructureError, match="computed from other parameters"):
         sosp.find_structures(model, torch.randn(2, 4), kind="weights")
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_a_few_rows_of_a_large_example_are_enough() -> None:
+    """Unless the code counts on its batch."""
+    seen: list[int] = []
+
+    class Counting(nn.Module):
+        def __init__(self, fixed: int | None) -> None:
+            super().__init__()
+            self.fc1, self.fc2, self.fixed = nn.Linear(4, 6), nn.Linear(6, 2), fixed
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(len(x))
+            assert self.fixed in (None, len(x))
+            return self.fc2(torch.relu(self.fc1(x)))
+
+    assert len(sosp.find_structures(Counting(None), torch.zeros(100, 4))) == 6
+    assert max(seen) <= 8
+    assert len(sosp.find_structures(Counting(100), torch.zeros(100, 4))) == 6
+    with pytest.raises(StructureError, match=r"\(100, 4\)"):
+        sosp.find_structures(Counting(7), torch.zeros(100, 4))

@@ -82,6 +82,12 @@ def copies(inputs: Any) -> Any:
     return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs)
 
 
+def first_rows(inputs: Any, most: int) -> Any:
+    """At most so many examples of inputs, all of whose tensors hold one row per example or something else."""
+    size = next((x.shape[0] for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()), 0)
+    return tree_map(lambda x: x[:most] if _by_example(x, size) else x, inputs)
+
+
 def _by_example(x: Any, size: int) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == size
 

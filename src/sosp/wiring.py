@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sosp.data import call, copies
+from sosp.data import call, copies, first_rows
 from sosp.errors import DataError, DifferentiationError, StructureError
 from sosp.layers import is_norm
 from sosp.preserve import borrowed
 from sosp.records import INPUT, OUTPUT
 
+ROWS = 8  # of the example are run
 JOINS = frozenset({"AddBackward0", "CatBackward0", "SubBackward0"})
 
 
@@ -92,13 +93,23 @@ class Recorder:
 
 
 def trace(model: nn.Module, example: Any, is_layer: Callable[[nn.Module], bool]) -> Trace:
-    """Run ``example`` once and read the wiring off the graph behind the output."""
+    """Run a few rows of ``example`` once and read the wiring off the graph behind the output."""
+    _check_example_device(model, example)
+    some = first_rows(example, ROWS)
+    try:
+        return _trace(model, some, is_layer)
+    except StructureError:
+        if _examples(some) == _examples(example):
+            raise
+        return _trace(model, example, is_layer)  # the code may count on its batch
+
+
+def _trace(model: nn.Module, example: Any, is_layer: Callable[[nn.Module], bool]) -> Trace:
     recorder = Recorder()
     handles = []
     with borrowed(model):
-        device = _check_example_device(model, example)
         example, sources = _watched(example)
-        tag = torch.ones((), device=device, requires_grad=True)
+        tag = torch.ones((), device=_device(example), requires_grad=True)
         try:
             for name, module in model.named_modules():
                 if is_layer(module):
@@ -125,7 +136,11 @@ def _watched(example: Any) -> tuple[Any, set[int]]:
     return leaves, {id(x) for x in tree_leaves(leaves) if isinstance(x, Tensor) and x.requires_grad}
 
 
-def _check_example_device(model: nn.Module, example: Any) -> torch.device:
+def _device(example: Any) -> torch.device:
+    return next(x.device for x in tree_leaves(example) if isinstance(x, Tensor))
+
+
+def _check_example_device(model: nn.Module, example: Any) -> None:
     tensors = [x for x in tree_leaves(example) if isinstance(x, Tensor)]
     if not tensors:
         raise DataError(f"the example is a {type(example).__name__} without tensors; give what model(...) takes.")
@@ -136,7 +151,6 @@ def _check_example_device(model: nn.Module, example: Any) -> torch.device:
             f"the example is on {tensors[0].device} and the model on {home}. Move one: x.to({str(home)!r}) "
             f"or model.to({str(tensors[0].device)!r})."
         )
-    return tensors[0].device
 
 
 def _examples(example: Any) -> int:
