@@ -16,7 +16,7 @@ from cases import Case, case, real_targets
 from oracles import gauss_newton
 from oracles import losses as oracle
 from oracles.theta import thetas
-from sosp.data import Chunk
+from sosp.batches import Chunk
 from sosp.errors import ArgumentError, DataError, LossError, OutputError
 from sosp.factors import factors
 from sosp.losses import logits_of, per_example

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from sosp import jets
-from sosp.data import Chunk
+from sosp.batches import Chunk
 from sosp.errors import DifferentiationError
 from sosp.jets import value
 from sosp.losses import per_example

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from sosp.data import Chunk
+from sosp.batches import Chunk
 from sosp.errors import ArgumentError, LossError
 from sosp.losses import IGNORED, LossLike, classes_second, logits_of, one_each, own_loss
 

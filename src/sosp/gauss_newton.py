@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sosp.data import Chunk
+from sosp.batches import Chunk
 from sosp.factors import factors
 from sosp.gates import gated
 from sosp.jets import value

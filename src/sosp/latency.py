@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from sosp.data import call
+from sosp.batches import call
 from sosp.errors import ArgumentError, StructureError, whole_number
 from sosp.preserve import refuse_uninitialised, same_state
 

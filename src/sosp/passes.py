@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sosp import jets
-from sosp.data import Chunk, check_device, rebatch
+from sosp.batches import Chunk, check_device, rebatch
 from sosp.errors import DataError, DifferentiationError, SospError
 from sosp.gates import along, gated
 from sosp.losses import LossLike, per_example

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from sosp.batches import peek
 from sosp.checkpoint import save
 from sosp.cost import Cost, whole_cost
 from sosp.criteria import score
-from sosp.data import peek
 from sosp.flow import trace
 from sosp.losses import LossLike
 from sosp.mask import Mask

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sosp.data import call, copies, first_rows
+from sosp.batches import call, copies, first_rows
 from sosp.errors import DataError, DifferentiationError, StructureError
 from sosp.layers import is_norm
 from sosp.preserve import borrowed

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sosp.batches import read
 from sosp.criteria import sosp
 from sosp.criteria.options import Options
-from sosp.data import read
 from sosp.errors import ArgumentError, DataError, one_of
 from sosp.layers import width_of
 from sosp.losses import LossLike

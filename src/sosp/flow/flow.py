@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from sosp.data import call
+from sosp.batches import call
 from sosp.errors import StructureError
 from sosp.flow.graph import OPAQUE, ZERO, Cut, Graph, Ids, Pin, components
 from sosp.flow.layout import Layout, Style, solve

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from sosp.data import call
+from sosp.batches import call
 from sosp.flow.graph import Record
 from sosp.flow.labels import OPAQUE, RESHAPES, Labels, compact, reshaped, settle
 from sosp.flow.ops import COMPOSITE, DECOMPOSED, name_of, run, unchecked

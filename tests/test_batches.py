@@ -17,7 +17,7 @@ import sosp
 from cases import EXAMPLES, Case, case
 from oracles import dense, gauss_newton
 from oracles.theta import thetas
-from sosp.data import PAIR, Chunk, read, rebatch
+from sosp.batches import PAIR, Chunk, read, rebatch
 
 METHODS = [m for m in sosp.METHODS if m != "random"]
 # Ten examples summed in another order: relative errors of a few times 1e-16, and numbers of size 1.
