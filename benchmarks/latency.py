@@ -105,7 +105,7 @@ def make(model: nn.Module, ratios: list[float], size: int) -> list[Variant]:
             mask = sosp.select(saliency["coupled"], ratio=ratio, round_to=round_to)
             found.append(variant(model, mask, x, f"coupled {ratio:.0%}" + f", rounded to {round_to}" * (round_to > 1)))
             macs = found[-1].cost.macs if round_to == 1 else macs
-        for round_to, join in ((1, "scatter"), (8, "scatter"), (8, "zeros")):
+        for round_to, join in ((1, "scatter"), (8, "scatter"), (8, "zeros"), (32, "zeros")):
             mask = sosp.select(saliency["independent"], macs=macs, round_to=round_to)
             name = f"independent, {join}, MACs of coupled {ratio:.0%}" + f", rounded to {round_to}" * (round_to > 1)
             found.append(variant(model, mask, x, name, join, round_to))
