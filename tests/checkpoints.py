@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import sosp
 from cases import case
-from sosp.checkpoint import file, load, save
+from sosp import archive as file
+from sosp.checkpoint import load, save
 
 
 class SqueezeExcite(nn.Module):

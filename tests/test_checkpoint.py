@@ -28,7 +28,8 @@ from checkpoints import (
     some,
     state,
 )
-from sosp.checkpoint import Saved, file, inspect, load, save
+from sosp import archive as file
+from sosp.checkpoint import Saved, inspect, load, save
 from sosp.checkpoint.saved import DTYPES
 from sosp.errors import CheckpointError
 from sosp.recipe import Placing, Recipe, apply

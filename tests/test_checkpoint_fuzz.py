@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import sosp
 from checkpoints import bits, check_same, everything
-from sosp.checkpoint import file, load, save
+from sosp import archive as file
+from sosp.checkpoint import load, save
 from sosp.checkpoint.saved import DTYPES
 from sosp.errors import CheckpointError
 from sosp.recipe import Placing, Recipe, apply

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sosp.archive import about, as_path, line, read, write
 from sosp.checkpoint.decode import decode
-from sosp.checkpoint.file import about, as_path, line, read, write
 from sosp.checkpoint.model import (
     aliases_of,
     apart,
