@@ -44,6 +44,18 @@ class CheckpointError(SospError, ValueError):
     """A file that cannot be written, or that is not what was written, or not for this model."""
 
 
+class TrainingError(SospError, RuntimeError):
+    """Training cannot go on: the loss is no number any more."""
+
+
+class OutOfMemoryError(SospError, RuntimeError):
+    """A batch does not fit into memory."""
+
+
+class RunError(SospError, ValueError):
+    """A folder that holds something else than the run that was asked for."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1)

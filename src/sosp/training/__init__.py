@@ -1,0 +1,23 @@
+"""Train, evaluate and recalibrate networks; nothing here knows of pruning."""
+
+from sosp.training.evaluation import Accuracy, evaluate
+from sosp.training.loop import Epoch, Moment, Trained, train
+from sosp.training.recalibration import recalibrate
+from sosp.training.schedule import SCHEDULES, Schedule
+from sosp.training.speed import SlowTrainingWarning, Speed
+from sosp.training.state import CheckpointWarning
+
+__all__ = [
+    "train",
+    "Trained",
+    "Epoch",
+    "Moment",
+    "Schedule",
+    "SCHEDULES",
+    "Speed",
+    "evaluate",
+    "Accuracy",
+    "recalibrate",
+    "CheckpointWarning",
+    "SlowTrainingWarning",
+]

@@ -1,0 +1,103 @@
+"""A step of one or several networks as one CUDA graph: nothing waits for launches, networks run side by side."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sosp.training.feed import Batch
+from sosp.training.learner import Learner
+from sosp.training.speed import SlowTrainingWarning
+
+WARMUP = 3  # steps before a graph is captured: cuDNN chooses its kernels, the optimiser makes its buffers
+
+
+def step_all(learners: Sequence[Learner], batches: Sequence[Batch]) -> None:
+    """One step of every network, one after another."""
+    for learner, batch in zip(learners, batches, strict=True):
+        learner.step(batch.inputs, batch.labels, batch.rows)
+
+
+class Graphed:
+    """Steps of several networks, captured once for every size of a batch and then replayed."""
+
+    def __init__(self, learners: Sequence[Learner]) -> None:
+        self.learners = learners
+        self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, list[Batch]]] = {}
+        self.broken = False
+
+    def step(self, batches: Sequence[Batch]) -> None:
+        key = tuple(tuple(x.shape) for x in tree_leaves(list(batches)) if isinstance(x, Tensor))
+        if not self.broken and key not in self.graphs:
+            self._try(key, batches)
+        if self.broken:
+            step_all(self.learners, batches)
+            return
+        graph, places = self.graphs[key]
+        for place, batch in _distinct(places, batches):
+            for a, b in zip(tree_leaves(place), tree_leaves(batch), strict=True):
+                if isinstance(a, Tensor):
+                    a.copy_(b, non_blocking=True)
+        graph.replay()
+
+    def _try(self, key: Any, batches: Sequence[Batch]) -> None:
+        try:
+            self.graphs[key] = self._capture(batches)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.broken = True
+            warnings.warn(
+                "a step of this network cannot be captured as a CUDA graph, so training goes on op by op, slower: "
+                f"{str(error).splitlines()[0][:200]}",
+                SlowTrainingWarning,
+                stacklevel=2,
+            )
+
+    def _capture(self, batches: Sequence[Batch]) -> tuple[torch.cuda.CUDAGraph, list[Batch]]:
+        places = _places(batches)
+        kept = [{n: x.clone() for n, x in learner.tensors().items()} for learner in self.learners]
+        random = torch.cuda.get_rng_state()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARMUP):
+                step_all(self.learners, places)
+        torch.cuda.current_stream().wait_stream(side)
+        for learner in self.learners:
+            learner.optimiser.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._side_by_side(places)
+        finally:
+            for learner, tensors in zip(self.learners, kept, strict=True):
+                learner.restore(tensors)
+            torch.cuda.set_rng_state(random)
+        return graph, places
+
+    def _side_by_side(self, places: Sequence[Batch]) -> None:
+        """Each network on a stream of its own: small ones do not fill a GPU by themselves."""
+        main = torch.cuda.current_stream()
+        streams = [torch.cuda.Stream() for _ in self.learners] if len(self.learners) > 1 else [main]
+        for stream, learner, batch in zip(streams, self.learners, places, strict=True):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                step_all([learner], [batch])
+        for stream in streams:
+            main.wait_stream(stream)
+
+
+def _places(batches: Sequence[Batch]) -> list[Batch]:
+    """Memory of their own for the batches; networks that share a batch share its place."""
+    made: dict[int, Batch] = {}
+    return [made.setdefault(id(b), tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, b)) for b in batches]
+
+
+def _distinct(places: Sequence[Batch], batches: Sequence[Batch]) -> list[tuple[Batch, Batch]]:
+    return list({id(p): (p, b) for p, b in zip(places, batches, strict=True)}.values())

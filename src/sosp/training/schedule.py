@@ -1,0 +1,101 @@
+"""How a network is trained, as data: the optimiser, the rate over time, the loss; the paper's schedules by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from sosp.errors import ArgumentError, one_of, whole_number
+
+SHAPES = ("steps", "cosine", "constant")
+
+# Name, least, most; open at the top where it says infinity.
+LIMITS = (
+    ("rate", 0, math.inf),
+    ("momentum", 0, 1),
+    ("decay", 0, math.inf),
+    ("factor", 0, 1),
+    ("warmup", 0, math.inf),
+    ("smoothing", 0, 1),
+    ("ema", 0, 1),
+    ("distill", 0, 1),
+    ("temperature", 1e-6, math.inf),
+)
+
+
+def _between(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        span = f"{low} at least" if high == math.inf else f"from {low} to {high}"
+        raise ArgumentError(f"{name}={value!r} must be a number, {span}.")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """SGD on the cross-entropy. A variant is ``dataclasses.replace(schedule, epochs=20)``: milestones are shares."""
+
+    epochs: int = 200
+    batch: int = 128
+    rate: float = 0.1
+    momentum: float = 0.9
+    decay: float = 1e-4  # of the weights
+    nesterov: bool = False
+    shape: str = "steps"  # of the rate over time: "steps", "cosine" to zero, or "constant"
+    milestones: tuple[float, ...] = (0.6, 0.8)  # shares of the epochs at which the rate is multiplied by ``factor``
+    factor: float = 0.1
+    warmup: float = 0.0  # epochs in which the rate rises from zero, step by step
+    smoothing: float = 0.0  # of the labels
+    ema: float = 0.0  # decay of the moving average of the weights; 0: none is kept
+    distill: float = 0.0  # share of the loss that compares with the teacher instead of the labels
+    temperature: float = 4.0  # at which they are compared
+
+    def __post_init__(self) -> None:
+        whole_number("epochs", self.epochs, least=0)
+        whole_number("batch", self.batch)
+        one_of("shape", self.shape, SHAPES)
+        object.__setattr__(self, "milestones", tuple(self.milestones))
+        for name, low, high in LIMITS:
+            _between(name, getattr(self, name), low, high)
+        for share in self.milestones:
+            _between("milestones", share, 0, 1)
+        if self.nesterov and not self.momentum:
+            raise ArgumentError("nesterov=True needs momentum.")
+
+    def rate_at(self, epoch: int, share: float) -> float:
+        """The rate in epoch ``epoch`` (from 0), of which ``share`` has passed."""
+        time = epoch + share
+        if time < self.warmup:
+            return self.rate * time / self.warmup
+        if self.shape == "cosine":
+            return self.rate * 0.5 * (1 + math.cos(math.pi * time / self.epochs))
+        if self.shape == "constant":
+            return self.rate
+        return self.rate * self.factor ** sum(epoch >= round(m * self.epochs) for m in self.milestones)
+
+
+PAPER = Schedule()
+SCHEDULES = {
+    "cifar": PAPER,  # Sec. 3: VGG, ResNets, PlainNet-20 on CIFAR, trained and fine-tuned alike
+    "densenet": replace(PAPER, epochs=300, milestones=(0.5, 0.75)),
+    "imagenet": replace(PAPER, epochs=128, batch=256, shape="cosine"),
+    "digits": Schedule(epochs=12, batch=64, rate=0.05, decay=5e-4, shape="cosine"),
+    "finetune-digits": Schedule(epochs=4, batch=64, rate=0.02, decay=5e-4, shape="cosine"),
+}
+
+
+def schedule_of(given: Any) -> Schedule:
+    """A schedule, or the one of that name."""
+    if isinstance(given, Schedule):
+        return given
+    one_of("schedule", given, SCHEDULES)
+    return SCHEDULES[given]
+
+
+def difference(mine: Schedule, other: dict[str, Any]) -> str | None:
+    """The first field in which a stored schedule differs, in words."""
+    for field in fields(mine):
+        now, then = getattr(mine, field.name), other.get(field.name)
+        then = tuple(then) if isinstance(then, list) else then
+        if now != then:
+            return f"{field.name} was {then!r} and is {now!r}"
+    return None
