@@ -59,8 +59,9 @@ PUBLIC = [
     *("score", "METHODS", "Saliency", "SlowPathWarning"),
     *("select", "Mask", "masked"),
     *("shrink", "widen", "count", "Cost", "latency", "Latency"),
+    *("train", "Trained", "Schedule", "SCHEDULES", "Speed", "evaluate", "Accuracy", "recalibrate"),
     *("save", "load"),
-    *("errors", "__version__"),
+    *("nets", "data", "errors", "__version__"),
 ]
 
 # Oracles stand on torch and the standard library alone, and may not reach sosp by a detour.

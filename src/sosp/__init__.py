@@ -6,10 +6,11 @@ structures = sosp.find_structures(model, example)          # or step by step: wh
 saliency = sosp.score(model, data, method="sosp-h")        # what removing it does to the loss
 mask = sosp.select(saliency, ratio=0.5)                    # what goes
 small = sosp.shrink(model, mask, example)                  # the network without it
-sosp.save("small.safetensors", small, mask)
+tuned = sosp.train(small, sosp.data.load("cifar10", "datasets/"), "cifar")    # and the accuracy back
+sosp.save("small.safetensors", tuned.model, mask)
 """
 
-from sosp import errors
+from sosp import data, errors, nets
 from sosp.checkpoint import load, save
 from sosp.cost import Cost, count
 from sosp.criteria import METHODS, score
@@ -22,6 +23,7 @@ from sosp.records import Layer, Saliency, Structures
 from sosp.selection import select
 from sosp.structures import downsampling, find_structures
 from sosp.surgery import shrink
+from sosp.training import SCHEDULES, Accuracy, Schedule, Speed, Trained, evaluate, recalibrate, train
 from sosp.widening import widen
 
 __version__ = "0.1.0"
@@ -33,6 +35,7 @@ __all__ = [
     "score", "METHODS", "Saliency", "SlowPathWarning",
     "select", "Mask", "masked",
     "shrink", "widen", "count", "Cost", "latency", "Latency",
+    "train", "Trained", "Schedule", "SCHEDULES", "Speed", "evaluate", "Accuracy", "recalibrate",
     "save", "load",
-    "errors", "__version__",
+    "nets", "data", "errors", "__version__",
 ]  # fmt: skip

@@ -1,0 +1,29 @@
+"""Datasets for training and scoring: a training and a test source of batches, the same ones after every restart.
+
+>>> data = sosp.data.load("cifar10", "datasets/")
+>>> for images, labels in data.train.to("cuda").epoch(0, batch=128, seed=0): ...
+>>> saliency = sosp.score(model, data.train.subset(1000, seed=0).ordered(batch=250))
+"""
+
+from sosp.data.cifar import cifar10, cifar100
+from sosp.data.embedded import digits
+from sosp.data.files import Folder, UnreadableWarning
+from sosp.data.folders import folder
+from sosp.data.inspection import inspect
+from sosp.data.registry import load
+from sosp.data.resident import Resident
+from sosp.data.source import Dataset, Source
+
+__all__ = [
+    "load",
+    "cifar10",
+    "cifar100",
+    "folder",
+    "digits",
+    "inspect",
+    "Dataset",
+    "Source",
+    "Resident",
+    "Folder",
+    "UnreadableWarning",
+]

@@ -1,0 +1,126 @@
+"""Datasets by name: the known ones, and those that a function of the user's returns."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from sosp.data.cifar import cifar10, cifar100
+from sosp.data.embedded import digits
+from sosp.data.folders import folder as image_folder
+from sosp.data.resident import Resident
+from sosp.data.source import Dataset
+from sosp.errors import ArgumentError, DataError, nearest
+
+IN_FOLDERS: dict[str, Callable[[str | os.PathLike[str]], Dataset]] = {
+    "cifar10": cifar10,
+    "cifar100": cifar100,
+    "imagenet": partial(image_folder, name="imagenet"),
+    "folder": image_folder,
+}
+EMBEDDED: dict[str, Callable[[], Dataset]] = {"digits": digits}
+FORMS = "a sosp.data.Dataset, or a pair (train, test) of pairs of tensors (images, labels)"
+
+
+def load(name: str, folder: str | os.PathLike[str] | None = None) -> Dataset:
+    """A known dataset (cifar10, cifar100, imagenet, folder: with ``folder``; digits), or the user's own.
+
+    ``"path/to/file.py:function"`` or ``"package.module:function"`` calls the function, with ``folder`` if given. It
+    returns a ``Dataset``, or a pair (train, test) of pairs of tensors (images, labels), taken without augmentation.
+    """
+    if not isinstance(name, str):
+        raise ArgumentError(f"name={name!r:.80} is a {type(name).__name__}; give the name of a dataset.")
+    if name in IN_FOLDERS:
+        if folder is None:
+            raise ArgumentError(f"{name!r} is read from files: say where they are with folder=...")
+        return IN_FOLDERS[name](folder)
+    if name in EMBEDDED:
+        if folder is not None:
+            raise ArgumentError(f"{name!r} is not read from a folder; leave out folder={str(folder)!r}.")
+        return EMBEDDED[name]()
+    if ":" in name:
+        return _own(name, folder)
+    known = [*IN_FOLDERS, *EMBEDDED]
+    raise ArgumentError(
+        f"there is no dataset {name!r}.{nearest(name, known)} Choose one of: {', '.join(known)}; "
+        "or name a function of yours: path/to/file.py:function or package.module:function."
+    )
+
+
+def _own(name: str, folder: str | os.PathLike[str] | None) -> Dataset:
+    function = _function(name)
+    return understood(function() if folder is None else function(folder), name)
+
+
+# --- the user's function --------------------------------------------------------------------------------
+
+
+def _function(name: str) -> Callable[..., Any]:
+    place, _, wanted = name.rpartition(":")
+    module = _file(Path(place).expanduser()) if place.endswith(".py") else _module(place)
+    found = getattr(module, wanted, None)
+    if not callable(found):
+        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise DataError(f"{place} has no function {wanted!r}.{nearest(wanted, public)}")
+    return found
+
+
+def _file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise DataError(f"there is no file {path} (looked for from {Path.cwd()}).")
+    name = f"sosp_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # the name ends with .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses in it look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(place: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{place}.".startswith(f"{error.name}."):
+            raise DataError(f"there is no module {place!r} to import; of a file give the path, with .py.") from error
+        raise  # something that the user's module needs
+    except (TypeError, ValueError) as error:  # '' or '.name'
+        raise DataError(f"{place!r} is no name of a module; of a file give the path, with .py.") from error
+
+
+def understood(found: Any, name: str) -> Dataset:
+    """What a user's function returned, as a Dataset."""
+    if isinstance(found, Dataset):
+        return found
+    if not _pair(found) or not all(_pair(part) and all(isinstance(x, Tensor) for x in part) for part in found):
+        raise DataError(f"{name} returned {_shape_of(found)}; it must return {FORMS}.")
+    try:
+        train, test = (Resident.of(*part) for part in found)
+    except DataError as error:
+        raise DataError(f"{name} returned {_shape_of(found)}: {error}") from None
+    if train.shape != test.shape:
+        raise DataError(f"{name} returned training images of shape {train.shape} and test images of {test.shape}.")
+    classes = 1 + max(int(part.labels.max()) for part in (train, test))
+    return Dataset(name, train, test, tuple(map(str, range(classes))), train.shape)
+
+
+def _pair(found: Any) -> bool:
+    return isinstance(found, (tuple, list)) and len(found) == 2
+
+
+def _shape_of(found: Any, depth: int = 2) -> str:
+    """``a tuple of (Tensor(10, 3), int)``."""
+    if isinstance(found, Tensor):
+        return f"Tensor{tuple(found.shape)}"
+    if isinstance(found, (tuple, list)) and depth and 0 < len(found) <= 4:
+        return f"a {type(found).__name__} of ({', '.join(_shape_of(x, depth - 1) for x in found)})"
+    return f"{type(found).__name__}" + (f" of {len(found)}" if isinstance(found, (tuple, list, dict)) else "")
