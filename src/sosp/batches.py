@@ -112,6 +112,23 @@ def read(data: Any, examples: int | None, generator: torch.Generator | None) -> 
                 return
 
 
+def share(chunks: Iterable[Chunk], rank: int, ranks: int) -> Iterator[Chunk]:
+    """The examples of process ``rank`` of ``ranks``: dealt out in turn, so that all have as many.
+
+    Dict batches are dealt out whole: their loss may be the model's own, a mean over the batch.
+    """
+    if ranks == 1:
+        yield from chunks
+        return
+    seen = 0
+    for k, chunk in enumerate(chunks):
+        if chunk.keyed:
+            yield from [chunk] * (k % ranks == rank)
+            continue
+        yield from (chunk.rows(i, i + 1) for i in range((rank - seen) % ranks, chunk.size, ranks))
+        seen += chunk.size
+
+
 def peek(data: Any, rows: int = 8) -> tuple[Any, Any]:
     """Some inputs of the first batch, and data that still holds everything."""
     if isinstance(data, Iterator):

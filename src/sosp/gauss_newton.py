@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sosp import ranks
 from sosp.batches import Chunk
 from sosp.factors import factors
 from sosp.gates import gated
@@ -67,6 +68,7 @@ def gauss_newton(
 
     count, (first,) = average(problem, "Gauss-Newton", step, share=0.7)
     assert first is not None and gram.total is not None
+    ranks.sum_(gram.total)
     second = gram.total.div_(count)
     return Terms(count, first, second) if diagonal else Terms(count, first, second.sum(1), second)
 

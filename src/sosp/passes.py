@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sosp import jets
+from sosp import jets, ranks
 from sosp.batches import Chunk, check_device, rebatch
 from sosp.errors import DataError, DifferentiationError, SospError
 from sosp.gates import along, gated
@@ -73,9 +73,15 @@ def average(problem: Problem, label: str, step: Callable[[Chunk], Sums], share: 
         for part in _halved(step, chunk):
             total = [_plus(a, b) for a, b in zip(total or [None] * len(part), part, strict=True)]
         count += chunk.size
-    if count == 0:
-        raise DataError("the data is empty: not one example to score with. Is the loader's dataset or subset empty?")
-    return count, tuple(None if t is None else t.div_(count) for t in total)
+    counts = ranks.counts(count, device)
+    if 0 in counts:
+        raise DataError(
+            "the data is empty: not one example to score with. Is the loader's dataset or subset empty?"
+            if not any(counts)
+            else f"{sum(counts)} examples are too few for {len(counts)} processes: give every one of them an example."
+        )
+    ranks.sum_(*[t for t in total if t is not None])
+    return sum(counts), tuple(None if t is None else t.div_(sum(counts)) for t in total)
 
 
 def _plus(total: Tensor | None, part: Tensor | None) -> Tensor | None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.batches import read
+from sosp import ranks
+from sosp.batches import read, share
 from sosp.criteria import sosp
 from sosp.criteria.options import Options
 from sosp.errors import ArgumentError, DataError, one_of
@@ -53,7 +54,8 @@ def score(
     ``objective``: how the terms are combined, see ``Saliency.scores`` and ``select``. ``classes``: for SOSP-I with many
     outputs, sample this many labels per example (unbiased) instead of taking every output.
 
-    The model is evaluated in eval mode, whatever mode it is in, and is left exactly as it was.
+    The model is evaluated in eval mode, whatever mode it is in, and is left exactly as it was. Where torchrun started
+    several processes, each takes its share of the examples and all get the same saliency; give all the same data.
     """
     one_of("method", method, METHODS)
     one_of("objective", objective, OBJECTIVES)
@@ -70,7 +72,8 @@ def score(
         if structures is None:
             structures = find_structures(model, head.rows(0, min(2, head.size)).inputs)
         _check_model(model, structures)
-        problem = Problem(model, structures, loss, itertools.chain([head], chunks), examples)
+        mine = share(itertools.chain([head], chunks), ranks.rank(), ranks.ranks())
+        problem = Problem(model, structures, loss, mine, examples)
         found = METHODS[method](problem, Options(classes, generator))
     if isinstance(found, Tensor):
         return Saliency(structures, method, first=None, values=found, objective=objective)
