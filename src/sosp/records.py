@@ -12,7 +12,8 @@ from torch import Tensor
 from sosp.errors import one_of
 
 INPUT, OUTPUT = "<input>", "<output>"  # the two ends of the wiring
-OBJECTIVES = ("individual", "structure", "order", "joint")
+OBJECTIVES = ("individual", "structure", "order", "joint", "signed")
+SCOPES = ("global", "layer")
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,11 @@ class Saliency:
     values: Tensor | None = None  # (S,)   a ranking that is no derivative of the loss ("random")
     objective: str = "individual"
     examples: int = 0
+    scope: str = "global"  # how the method's paper ranks: all structures together, or every layer by itself
 
     def __post_init__(self) -> None:
         one_of("objective", self.objective, OBJECTIVES)
+        one_of("scope", self.scope, SCOPES)
 
     def with_objective(self, objective: str) -> Saliency:
         """The same derivatives, ranked by another objective."""
@@ -124,11 +127,13 @@ class Saliency:
         """(S,) what removing a structure alone costs: Eq. 6 for SOSP-H, Q_ss of Eq. 4 for SOSP-I.
 
         ``|theta_s . g| + 1/2 |theta_s . (H theta)|``; the objectives "structure" and "joint" take the absolute value
-        of the sum, ``|theta_s . g - 1/2 theta_s . (H theta)|``.
+        of the sum, ``|theta_s . g - 1/2 theta_s . (H theta)|``, and "signed" its change, ``-theta_s . g + ...``.
         """
         if self.values is not None:
             return self.values
         assert self.first is not None
+        if self.objective == "signed":
+            return -self.first if self.own is None else 0.5 * self.own - self.first
         if self.own is None:
             return self.first.abs()
         if self.objective in ("structure", "joint"):

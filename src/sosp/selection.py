@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import floor, isfinite
+from collections.abc import Callable, Mapping
+from math import isfinite
 
 import torch
 from torch import Tensor
 
 from sosp.cost import cost_of, whole_cost
 from sosp.errors import ArgumentError, DisconnectedError, one_of, whole_number
+from sosp.greedy import Room, check_share, greedy
 from sosp.mask import Mask
-from sosp.progress import track
-from sosp.records import INPUT, OUTPUT, Saliency, Structures
+from sosp.quadratic import choose
+from sosp.quotas import Quotas, quotas_of, refuse_above_cap
+from sosp.records import INPUT, OUTPUT, SCOPES, Saliency, Structures
 
 SCALES = ("kernel", "macs", "params")
 
@@ -26,12 +28,18 @@ def select(
     cap: float | None = None,
     scale: str | None = None,
     round_to: int = 1,
+    scope: str | None = None,
+    ratios: Mapping[str, float] | None = None,
 ) -> Mask:
     """Remove the structures that are least needed.
 
     How many: ``ratio`` of all structures (half, if nothing is said); or as many as it takes until at most ``params``
     of the network's parameters, or ``macs`` of its multiply-accumulates, are left in the network that ``shrink``
     builds (a share, or a whole number above 1), by the exact count.
+
+    ``scope``: ``"global"`` ranks all structures together; ``"layer"`` removes the same share from every layer
+    (the share that meets the budget), one structure of which stays; without it, as the paper of the method does.
+    ``ratios`` gives layers, or patterns of names, shares of their own; the others lose ``ratio``, or nothing.
 
     Greedy: one structure after the other, each time the one that raises the objective least given those already
     gone (Eq. 5); without pairs this is sorting once. Ties go to the lower index. ``cap`` bounds the share removed
@@ -44,28 +52,105 @@ def select(
     if scale is not None:
         one_of("scale", scale, SCALES)
     whole_number("round_to", round_to)
-    room = Room(structures, cap, saliency.scores.device)
-    weights = _weights(structures, scale)
-    if budget is None:
-        ratio = 0.5 if ratio is None else ratio
-        _share("ratio", ratio)
-        count = round(ratio * len(structures))
-        if count > room.total:
-            raise ArgumentError(
-                f"ratio={ratio} asks for {count} of {len(structures)} structures, but cap={cap} leaves only "
-                f"{room.total} to remove."
-            )
-        chosen = _rounded(structures, greedy(saliency, count, weights, room), round_to)
+    if _scope(saliency, scope, ratios, budget) == "layer":
+        chosen = _by_layer(saliency, quotas_of(structures, ratios, cap), ratio, budget, cap, scale, round_to)
     else:
-        order = greedy(saliency, room.total, weights, room)
-        chosen = _within(structures, order, *budget, round_to)
+        chosen = _together(saliency, ratio, budget, cap, scale, round_to)
     mask = Mask.from_structures(structures, chosen)
     refuse_disconnected(structures, mask)
     return mask
 
 
-def _budget(ratio: float | None, params: float | None, macs: float | None) -> tuple[str, float] | None:
-    """What is limited, and to what; None for a ratio of structures."""
+Budget = tuple[str, float] | None  # what is limited, and to what; None for a ratio of structures
+
+
+def _scope(saliency: Saliency, scope: str | None, ratios: Mapping[str, float] | None, budget: Budget) -> str:
+    """How the structures are ranked; layers with shares of their own are ranked one by one."""
+    if scope is not None:
+        one_of("scope", scope, SCOPES)
+    if ratios is None:
+        return scope or saliency.scope
+    if scope == "global":
+        raise ArgumentError(
+            "ratios gives every layer its share, which scope='global' does not keep. Use scope='layer'."
+        )
+    if budget is not None:
+        raise ArgumentError(f"ratios says what every layer loses, and {budget[0]} how much is left: give one of them.")
+    return "layer"
+
+
+def _together(
+    saliency: Saliency, ratio: float | None, budget: Budget, cap: float | None, scale: str | None, round_to: int
+) -> Tensor:
+    """All structures in one ranking."""
+    structures = saliency.structures
+    room = Room(structures, cap, saliency.scores.device)
+    weights = _weights(structures, scale)
+    if budget is not None:
+        order = greedy(saliency, room.total, weights, room)
+        return _within(structures, lambda n: _rounded(structures, order[:n], round_to), len(order), *budget)
+    ratio = 0.5 if ratio is None else ratio
+    check_share("ratio", ratio)
+    count = round(ratio * len(structures))
+    if count > room.total:
+        raise ArgumentError(
+            f"ratio={ratio} asks for {count} of {len(structures)} structures, but cap={cap} leaves only "
+            f"{room.total} to remove."
+        )
+    return _rounded(structures, greedy(saliency, count, weights, room), round_to)
+
+
+def _by_layer(
+    saliency: Saliency,
+    quotas: Quotas,
+    ratio: float | None,
+    budget: Budget,
+    cap: float | None,
+    scale: str | None,
+    round_to: int,
+) -> Tensor:
+    """Every layer loses its share, the least needed of it."""
+    structures = saliency.structures
+    fill = _filler(saliency, cap, scale)
+
+    def at(share: float) -> Tensor:
+        return _rounded(structures, fill(quotas.at(share)), round_to)
+
+    if budget is not None:
+        steps = [0.0, *quotas.steps()]
+        return _within(structures, lambda n: at(steps[n]), len(steps) - 1, *budget)
+    if ratio is None:
+        ratio = 0.0 if quotas.shares else 0.5
+    refuse_above_cap(ratio, cap)
+    return at(ratio)
+
+
+def _filler(saliency: Saliency, cap: float | None, scale: str | None) -> Callable[[list[int]], Tensor]:
+    """From how many every layer loses to which: greedy, or the programme of each layer."""
+    structures, device = saliency.structures, saliency.scores.device
+    weights = _weights(structures, scale)
+    if saliency.objective != "signed" or saliency.pairs is None:
+        return lambda quotas: greedy(saliency, sum(quotas), weights, Room(structures, cap, device, quotas))
+    if scale is not None:
+        raise ArgumentError(
+            f"scale={scale!r} divides what a structure costs by itself, and objective='signed' weighs those of a layer "
+            "together. Leave it out, use scope='global', or saliency.with_objective('individual')."
+        )
+    first, pairs = saliency.first, saliency.pairs
+    assert first is not None
+    members = [torch.nonzero(structures.owner() == i).flatten().to(device) for i in range(len(structures.layers))]
+    known: dict[tuple[int, int], Tensor] = {}
+
+    def one(i: int, k: int) -> Tensor:
+        if (i, k) not in known:
+            m = members[i]
+            known[i, k] = m[choose(pairs[m][:, m], first[m], k)]
+        return known[i, k]
+
+    return lambda quotas: torch.cat([one(i, k) for i, k in enumerate(quotas)])
+
+
+def _budget(ratio: float | None, params: float | None, macs: float | None) -> Budget:
     given = {"ratio": ratio, "params": params, "macs": macs}
     named = {name: value for name, value in given.items() if value is not None}
     if len(named) > 1:
@@ -85,8 +170,8 @@ def _budget(ratio: float | None, params: float | None, macs: float | None) -> tu
     return name, value
 
 
-def _within(structures: Structures, order: Tensor, what: str, limit: float, round_to: int) -> Tensor:
-    """The shortest beginning of ``order`` whose removal meets the limit: costs fall with every structure that goes."""
+def _within(structures: Structures, chosen: Callable[[int], Tensor], most: int, what: str, limit: float) -> Tensor:
+    """The first of the growing sets ``chosen(0), ..., chosen(most)`` whose removal meets the limit."""
     if structures.flow is None or structures.kind == "weights":
         raise ArgumentError(f"{what}= needs the channel flow of the network, which these structures do not have.")
     flow = structures.flow
@@ -95,10 +180,10 @@ def _within(structures: Structures, order: Tensor, what: str, limit: float, roun
     places = {layer.name: layer.norms for layer in structures.layers}
 
     def left(count: int) -> int:
-        chosen = _rounded(structures, order[:count], round_to)
-        return getattr(cost_of(flow, flow.layout(flow.removed(structures.channels_of(chosen), places))), what)
+        removed = flow.removed(structures.channels_of(chosen(count)), places)
+        return getattr(cost_of(flow, flow.layout(removed)), what)
 
-    low, high = 0, len(order)
+    low, high = 0, most
     if left(high) > target:
         raise ArgumentError(
             f"{what}={limit} cannot be met: with everything removed that may go, {left(high):,} of {whole:,} {what} "
@@ -110,7 +195,7 @@ def _within(structures: Structures, order: Tensor, what: str, limit: float, roun
             high = middle
         else:
             low = middle + 1
-    return _rounded(structures, order[:low], round_to)
+    return chosen(low)
 
 
 def _rounded(structures: Structures, chosen: Tensor, round_to: int) -> Tensor:
@@ -128,11 +213,6 @@ def _rounded(structures: Structures, chosen: Tensor, round_to: int) -> Tensor:
     return chosen[~back.to(chosen.device)]
 
 
-def _share(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ArgumentError(f"{name}={value!r} must be a number from 0 to 1.")
-
-
 def _weights(structures: Structures, scale: str | None) -> Tensor | None:
     """(S,) what a structure's cost is divided by."""
     if scale is None:
@@ -141,138 +221,6 @@ def _weights(structures: Structures, scale: str | None) -> Tensor | None:
     return sizes.clamp_min(
         1.0 if scale == "kernel" else sizes[sizes > 0].min().item() if bool((sizes > 0).any()) else 1.0
     )
-
-
-class Room:
-    """How many structures each layer may still lose."""
-
-    def __init__(self, structures: Structures, cap: float | None, device: torch.device) -> None:
-        if cap is not None:
-            _share("cap", cap)
-        self.cap = cap
-        self.owner = structures.owner().to(device)
-        widths = torch.bincount(self.owner, minlength=len(structures.layers)).tolist()
-        # 0.95 * 20 is 18.999...: a share that is a whole number of structures must count as one.
-        self.left = [w if cap is None else floor(cap * w + 1e-9) for w in widths]
-        self.total = sum(self.left)
-
-    def full(self) -> Tensor:
-        """(S,) who sits in a layer that may lose nothing."""
-        return torch.tensor([n <= 0 for n in self.left], device=self.owner.device)[self.owner]
-
-    def closed_by(self, s: Tensor) -> Tensor | None:
-        """(S,) who shares a layer that is full now that ``s`` goes; None while it has room, or without a cap."""
-        if self.cap is None:
-            return None
-        layer = int(self.owner[s])
-        self.left[layer] -= 1
-        return self.owner == layer if self.left[layer] <= 0 else None
-
-
-def greedy(saliency: Saliency, count: int, weights: Tensor | None, room: Room) -> Tensor:
-    """The structures to remove, in the order they go."""
-    if saliency.pairs is None and saliency.objective not in ("order", "joint"):
-        return _by_order(saliency.scores, count, weights, room)
-    return _one_by_one(saliency, count, weights, room)
-
-
-def _by_order(scores: Tensor, count: int, weights: Tensor | None, room: Room) -> Tensor:
-    """Costs do not depend on what is gone: sort once, skipping layers that are full."""
-    costs = scores.double() if weights is None else scores.double() / weights.to(scores.device)
-    order = torch.argsort(costs, stable=True)
-    if room.cap is None:
-        return order[:count]
-    # The place of each structure among its layer's, in the order they go: the first `left` of a layer may go.
-    layers = room.owner[order]
-    left = torch.tensor(room.left, device=order.device)
-    by_layer = torch.argsort(layers, stable=True)
-    starts = torch.searchsorted(layers[by_layer].contiguous(), torch.arange(len(left), device=order.device))
-    place = torch.empty_like(order)
-    place[by_layer] = torch.arange(len(order), device=order.device) - starts[layers[by_layer]]
-    return order[place < left[layers]][:count]
-
-
-def _one_by_one(saliency: Saliency, count: int, weights: Tensor | None, room: Room) -> Tensor:
-    """O(S) a step: every cost is kept up to date by the row of the structure that just went."""
-    state = OBJECTIVES[saliency.objective](saliency)
-    scale = None if weights is None else weights.to(saliency.scores)
-    state.close(room.full())
-    order = torch.empty(count, dtype=torch.long, device=room.owner.device)
-    for i in track(range(count), "selecting", count):
-        costs = state.costs()
-        s = torch.argmin(costs if scale is None else costs / scale)  # the first of equals
-        order[i] = s
-        state.remove(s)
-        state.close(s)
-        closed = room.closed_by(s)
-        if closed is not None:
-            state.close(closed)
-    return order
-
-
-class Individual:
-    """Eq. 3: ``sum_s |f_s| + 1/2 sum_ss' |H_ss'|``; a step costs ``|f_s| + 1/2 |H_ss| + sum_{s' gone} |H_ss'|``."""
-
-    def __init__(self, saliency: Saliency) -> None:
-        self.pairs = saliency.pairs
-        self.cost = saliency.scores.clone()
-
-    def costs(self) -> Tensor:
-        return self.cost
-
-    def remove(self, s: Tensor) -> None:
-        if self.pairs is not None:
-            self.cost += self.pairs.index_select(0, s.view(1))[0].abs_()
-
-    def close(self, which: Tensor) -> None:
-        """These may not go any more: infinitely costly, whatever is added later."""
-        self.cost[which] = torch.inf
-
-
-class Joint:
-    """Eq. 2 itself: ``|sum_s f_s - 1/2 sum_ss' H_ss'|`` over what is gone.
-
-    Kept for every structure: the sums if it went too, ``slope_s = sum f`` and ``curve_s = sum H``.
-    """
-
-    def __init__(self, saliency: Saliency) -> None:
-        assert saliency.first is not None
-        own = saliency.own
-        self.first, self.pairs = saliency.first, saliency.pairs
-        self.slope = self.first.clone()
-        self.curve = torch.zeros_like(self.first) if own is None else own.clone()
-        self.gone = self.first.new_zeros(())  # sum H over what is gone
-
-    def costs(self) -> Tensor:
-        return torch.add(self.slope, self.curve, alpha=-0.5).abs_()
-
-    def remove(self, s: Tensor) -> None:
-        # f_u + F becomes f_u + F + f_s; H_uu + 2 sum H_ug + G gains 2 H_us, and G moves to what it is with s.
-        self.slope += self.first[s]
-        gone = self.curve[s].clone()
-        self.curve += gone - self.gone
-        self.gone = gone
-        if self.pairs is not None:
-            self.curve.add_(self.pairs.index_select(0, s.view(1))[0], alpha=2)
-
-    def close(self, which: Tensor) -> None:
-        self.slope[which] = torch.inf
-
-
-class Order(Joint):
-    """``|sum_s f_s| + 1/2 |sum_ss' H_ss'|``: the absolute values around each order."""
-
-    def costs(self) -> Tensor:
-        return self.slope.abs().add_(self.curve.abs(), alpha=0.5)
-
-
-# "structure": sum_s |f_s - 1/2 H_ss| + 1/2 sum_{s != s'} |H_ss'|; its own cost comes with Saliency.scores.
-OBJECTIVES: dict[str, Callable[[Saliency], Individual | Joint]] = {
-    "individual": Individual,
-    "structure": Individual,
-    "order": Order,
-    "joint": Joint,
-}
 
 
 def refuse_disconnected(structures: Structures, mask: Mask) -> None:

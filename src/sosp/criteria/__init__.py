@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sosp import ranks
-from sosp.batches import read, share
-from sosp.criteria import sosp
+from sosp.batches import Chunk, read, share
+from sosp.criteria import ccp, fisher, fpgm, hrank, magnitude, obd, slimming, snip, sosp, taylor
+from sosp.criteria.method import Method, Values, refuse_unsuited
 from sosp.criteria.options import Options
 from sosp.errors import ArgumentError, DataError, one_of
 from sosp.layers import width_of
@@ -22,15 +23,78 @@ from sosp.preserve import borrowed
 from sosp.records import OBJECTIVES, Saliency, Structures
 from sosp.structures import find_structures
 
-Criterion = Callable[[Problem, Options], Terms | Tensor]
+SOSP = (
+    "Nonnenmacher et al., SOSP: Efficiently Capturing Global Correlations by Second-Order Structured Pruning, ICLR 2022"
+)
+MOLCHANOV = "Molchanov et al., Importance Estimation for Neural Network Pruning, CVPR 2019"
+LIU_2021 = "Liu et al., Group Fisher Pruning for Practical Network Compression, ICML 2021"
+LI = "Han et al., NeurIPS 2015; Li et al., Pruning Filters for Efficient ConvNets, ICLR 2017"
+WANG = "Wang et al., EigenDamage: Structured Pruning in the Kronecker-Factored Eigenbasis, ICML 2019"
+ALL = ("filters", "blocks", "weights")
+FILTERS = ("filters",)
 
-METHODS: dict[str, Criterion] = {
-    "sosp-h": sosp.sosp_h,
-    "sosp-i": sosp.sosp_i,
-    "sosp-i-diagonal": sosp.sosp_i_diagonal,
-    "first-order": sosp.first_order,
-    "exact": sosp.exact,
-    "random": sosp.random,
+METHODS: dict[str, Method] = {
+    "sosp-h": Method(sosp.sosp_h, "first order and the exact Hessian times all structures", SOSP, ALL),
+    "sosp-i": Method(sosp.sosp_i, "first order and Gauss-Newton pairs of all structures", SOSP, samples=True),
+    "sosp-i-diagonal": Method(sosp.sosp_i_diagonal, "sosp-i without correlations", SOSP, samples=True),
+    "first-order": Method(sosp.first_order, "the slope of the loss in each structure", SOSP, ALL),
+    "exact": Method(sosp.exact, "first order and all pairs with the exact Hessian", SOSP),
+    "random": Method(sosp.random, "a ranking that knows nothing", SOSP, ALL),
+    "magnitude-l1": Method(magnitude.l1, "sum of a filter's absolute weights", LI, ALL, scope="layer", data=False),
+    "magnitude-l2": Method(magnitude.l2, "Euclidean norm of a filter", LI, ALL, scope="layer", data=False),
+    "slimming": Method(
+        slimming.slimming,
+        "scale of a channel's batch norm",
+        "Liu et al., Learning Efficient Convolutional Networks through Network Slimming, ICCV 2017",
+        needs=("norms",),
+        data=False,
+    ),
+    "taylor": Method(taylor.taylor, "squared slope in a filter's weights, over minibatches", MOLCHANOV),
+    "taylor-bn": Method(
+        taylor.taylor_bn, "squared slope in the batch norm, over minibatches", MOLCHANOV, needs=("norms",)
+    ),
+    "fisher": Method(
+        fisher.fisher,
+        "squared slope in each structure, over examples",
+        "Theis et al., Faster gaze prediction with dense networks and Fisher pruning, 2018",
+    ),
+    "group-fisher": Method(
+        fisher.group_fisher, "fisher of coupled channels over their memory", LIU_2021, FILTERS, ("coupled",)
+    ),
+    "group-fisher-macs": Method(
+        fisher.group_fisher_macs, "fisher of coupled channels over their MACs", LIU_2021, FILTERS, ("coupled",)
+    ),
+    "obd": Method(obd.obd, "Fisher of a filter's weights, correlated within it, from Kronecker factors", WANG),
+    "obd-diagonal": Method(obd.obd_diagonal, "Fisher of a filter's weights, one by one", WANG),
+    "fpgm": Method(
+        fpgm.fpgm,
+        "distance to the other filters of the layer",
+        "He et al., Filter Pruning via Geometric Median, CVPR 2019",
+        FILTERS,
+        scope="layer",
+        data=False,
+    ),
+    "hrank": Method(
+        hrank.hrank,
+        "mean rank of the feature maps",
+        "Lin et al., HRank: Filter Pruning using High-Rank Feature Map, CVPR 2020",
+        FILTERS,
+        scope="layer",
+    ),
+    "ccp": Method(
+        ccp.ccp,
+        "first order and pairs within a layer, solved together",
+        "Peng et al., Collaborative Channel Pruning for Deep Networks, ICML 2019",
+        FILTERS,
+        scope="layer",
+        objective="signed",
+    ),
+    "snip": Method(
+        snip.snip,
+        "size of the slope in a structure's weights, meant for untrained networks",
+        "Lee et al., ICLR 2019; van Amersfoort et al., Single Shot Structured Pruning Before Training, 2020",
+        ALL,
+    ),
 }
 
 
@@ -49,10 +113,12 @@ def score(
     """What removing each structure does to the loss, from ``examples`` examples of ``data``.
 
     ``data``: a DataLoader or another iterable of (inputs, targets), a pair of tensors, or dict batches whose loss is
-    the model's own. ``loss``: ``"cross_entropy"``, ``"mse"`` or a function of (outputs, targets) that returns one
-    loss per example. ``structures``: from ``find_structures``; filters gated at their features by default.
-    ``objective``: how the terms are combined, see ``Saliency.scores`` and ``select``. ``classes``: for SOSP-I with many
-    outputs, sample this many labels per example (unbiased) instead of taking every output.
+    the model's own. Methods that look at weights alone do not read it: it may be None where structures are given.
+    ``loss``: ``"cross_entropy"``, ``"mse"`` or a function of (outputs, targets) that returns one loss per example.
+    ``structures``: from ``find_structures``; filters gated at their features by default, coupled where the method
+    needs it. ``objective``: how the terms are combined, see ``Saliency.scores`` and ``select``; "ccp" comes with one of
+    its own. ``classes``: for SOSP-I with many outputs, sample this many labels per example (unbiased) instead of taking
+    every output.
 
     The model is evaluated in eval mode, whatever mode it is in, and is left exactly as it was. Where torchrun started
     several processes, each takes its share of the examples and all get the same saliency; give all the same data.
@@ -60,28 +126,54 @@ def score(
     one_of("method", method, METHODS)
     one_of("objective", objective, OBJECTIVES)
     check_loss(loss)
-    if classes is not None and not method.startswith("sosp-i"):
+    chosen = METHODS[method]
+    if classes is not None and not chosen.samples:
         raise ArgumentError(
             f"classes= is for 'sosp-i' and 'sosp-i-diagonal'; method={method!r} does not sample outputs."
         )
     with borrowed(model):  # reading a shuffled loader draws random numbers; they are given back too
-        chunks = iter(read(data, examples, generator))
-        head = next(chunks, None)
-        if head is None or head.size == 0:
-            raise DataError("the data is empty: there is not one example to score with. Is the loader's dataset empty?")
+        if structures is not None:
+            check_structures(model, structures, method)
+        chunks = _chunks(data, examples, generator) if chosen.data or structures is None else iter(())
         if structures is None:
-            structures = find_structures(model, head.rows(0, min(2, head.size)).inputs)
-        _check_model(model, structures)
-        mine = share(itertools.chain([head], chunks), ranks.rank(), ranks.ranks())
-        problem = Problem(model, structures, loss, mine, examples)
-        found = METHODS[method](problem, Options(classes, generator))
+            head = next(chunks)
+            chunks = itertools.chain([head], chunks)
+            groups = "coupled" if "coupled" in chosen.needs else "independent"
+            structures = find_structures(model, head.rows(0, min(2, head.size)).inputs, groups=groups)
+            check_structures(model, structures, method)
+        mine = share(chunks, ranks.rank(), ranks.ranks())
+        found = chosen.run(Problem(model, structures, loss, mine, examples), Options(classes, generator))
+    wanted = chosen.objective if objective == "individual" else objective
+    return _saliency(found, structures, method, next(model.parameters()).dtype, wanted)
+
+
+def _chunks(data: Any, examples: int | None, generator: torch.Generator | None) -> Iterator[Chunk]:
+    """The data, of which there must be some."""
+    chunks = iter(read(data, examples, generator))
+    head = next(chunks, None)
+    if head is None or head.size == 0:
+        raise DataError("the data is empty: there is not one example to score with. Is the loader's dataset empty?")
+    return itertools.chain([head], chunks)
+
+
+def _saliency(
+    found: Terms | Values | Tensor, structures: Structures, method: str, dtype: torch.dtype, objective: str
+) -> Saliency:
+    """What a method found, as a record, in the model's precision or single."""
+    scope = METHODS[method].scope
     if isinstance(found, Tensor):
-        return Saliency(structures, method, first=None, values=found, objective=objective)
-    kind = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-    first = found.first.to(kind)
-    second = None if found.second is None else found.second.to(kind)
-    pairs = None if found.pairs is None else found.pairs.to(kind)
-    return Saliency(structures, method, first, second, pairs, objective=objective, examples=found.examples)
+        found = Values(found)
+    if isinstance(found, Values):
+        return Saliency(structures, method, None, None, None, found.values, objective, found.examples, scope)
+    kind = torch.promote_types(dtype, torch.float32)
+    first, second, pairs = (None if t is None else t.to(kind) for t in (found.first, found.second, found.pairs))
+    return Saliency(structures, method, first, second, pairs, None, objective, found.examples, scope)
+
+
+def check_structures(model: nn.Module, structures: Structures, method: str) -> None:
+    """Refuse structures of another model, and what the method cannot do here."""
+    _check_model(model, structures)
+    refuse_unsuited(method, METHODS, model, structures)
 
 
 def _check_model(model: nn.Module, structures: Structures) -> None:
@@ -99,4 +191,4 @@ def _check_model(model: nn.Module, structures: Structures) -> None:
             )
 
 
-__all__ = ["METHODS", "score"]
+__all__ = ["METHODS", "Method", "check_structures", "score"]

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from sosp.criteria.options import Options
 from sosp.curvature import full_hessian, gradient, hessian_vector, weight_terms
-from sosp.errors import ArgumentError
 from sosp.gauss_newton import gauss_newton
 from sosp.passes import Problem, Terms, home
 
@@ -21,13 +20,11 @@ def sosp_h(problem: Problem, options: Options) -> Terms:
 
 def sosp_i(problem: Problem, options: Options) -> Terms:
     """Eq. 7: every pair ``theta_s . H theta_s'`` with the Gauss-Newton Hessian."""
-    _not_for_weights(problem, "sosp-i")
     return gauss_newton(problem, classes=options.classes, generator=options.generator)
 
 
 def sosp_i_diagonal(problem: Problem, options: Options) -> Terms:
     """App. A.2: SOSP-I without correlations between structures; never forms the pairs."""
-    _not_for_weights(problem, "sosp-i-diagonal")
     return gauss_newton(problem, diagonal=True, classes=options.classes, generator=options.generator)
 
 
@@ -40,7 +37,6 @@ def first_order(problem: Problem, options: Options) -> Terms:
 
 def exact(problem: Problem, options: Options) -> Terms:
     """Every pair with the exact Hessian: what SOSP-H sums and SOSP-I approximates."""
-    _not_for_weights(problem, "exact")
     return full_hessian(problem)
 
 
@@ -49,11 +45,3 @@ def random(problem: Problem, options: Options) -> Tensor:
     generator = options.generator or torch.Generator().manual_seed(0)
     values = torch.rand(len(problem.structures), generator=generator, device=generator.device)
     return values.to(home(problem.model))
-
-
-def _not_for_weights(problem: Problem, method: str) -> None:
-    if problem.structures.kind == "weights":
-        raise ArgumentError(
-            f"method={method!r} keeps a matrix of structures x structures, which kind='weights' makes impossibly large "
-            f"({len(problem.structures):,} structures). Use 'sosp-h' or 'first-order'."
-        )

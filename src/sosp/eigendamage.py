@@ -1,0 +1,255 @@
+"""Replace layers by bottleneck blocks: remove directions of the Kronecker-factored eigenbasis, where they matter alone.
+
+Wang et al. 2019, "EigenDamage: Structured Pruning in the Kronecker-Factored Eigenbasis"; their code is
+github.com/alecwangcq/EigenDamage-Pytorch. As there: rows and columns of all rotated weights are ranked together, at
+most 95 % of either go from one layer, the output layer stays, a layer whose block would not be smaller stays, and all
+three factors train on. Unlike there, a bias stays as it is on the block's last layer: as a constant channel of the
+input, which is what their code makes of it, it would be padded with zeros at the border.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+
+from sosp import ranks
+from sosp.batches import Chunk, read, share
+from sosp.checkpoint import inspect, load
+from sosp.cost import Cost, count
+from sosp.criteria.eigendamage import Removed, Rotated, choose, rotate
+from sosp.errors import ArgumentError, CheckpointError, DataError, StructureError, SurgeryError, one_of
+from sosp.kfac import FISHERS, kronecker, unknown
+from sosp.losses import LossLike
+from sosp.losses import check as check_loss
+from sosp.passes import Problem
+from sosp.preserve import borrowed
+from sosp.records import Structures
+from sosp.scatter import Scatter
+from sosp.structures import Exclude, find_structures
+from sosp.verify import difference
+
+REPLACE = ("smaller", "all")
+KERNEL = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+ROWS = 8  # of the first batch serve as the example
+# Of the largest output: three factors are rounded instead of one weight.
+WRONG = {torch.float64: 1e-8, torch.float32: 1e-3}
+
+
+class Bottleneck(nn.Module):
+    """A layer as three: a projection of its input, the layer itself between fewer channels, and one of its output."""
+
+    def __init__(self, layer: Any, into: int, out: int) -> None:
+        """In place of ``layer``, with so many directions of its input and its output; the numbers are still to come."""
+        super().__init__()
+        c_out, c_in = layer.weight.shape[:2]
+        kernel = {key: getattr(layer, key) for key in KERNEL if hasattr(layer, key)}
+        one = {"kernel_size": 1} if kernel else {}
+        self.into = _between(layer, c_in, into, one)
+        self.core = _between(layer, into, out, kernel)
+        self.out = _between(layer, out, c_out, {**one, "bias": layer.bias is not None})
+        self.train(layer.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.out(self.core(self.into(input)))
+
+
+def _between(layer: Any, into: int, out: int, options: Mapping[str, Any]) -> Any:
+    """A layer of the same type between other widths."""
+    options = {"bias": False, "device": layer.weight.device, "dtype": layer.weight.dtype, **options}
+    return skip_init(type(layer), into, out, **options).requires_grad_(layer.weight.requires_grad)
+
+
+@dataclass(frozen=True, eq=False)
+class Eigendamaged:
+    """A network with bottleneck blocks, and how it came about."""
+
+    model: nn.Module
+    removed: Mapping[str, Removed]  # layer, now a Bottleneck -> what it lost
+    kept: Mapping[str, str]  # layer that stayed as it was -> why
+    cost_before: Cost | None  # None where the channels of the network cannot be followed
+    cost_after: Cost | None
+
+    def __repr__(self) -> str:
+        lost = sum(len(r.columns) + len(r.rows) for r in self.removed.values())
+        costs = f", {self.cost_before!r} -> {self.cost_after!r}" if self.cost_after else ""
+        return f"Eigendamaged({len(self.removed)} bottlenecks, {lost} directions removed{costs})"
+
+
+def eigendamage(
+    model: nn.Module,
+    data: Any,
+    *,
+    ratio: float,
+    loss: LossLike = "cross_entropy",
+    examples: int | None = 1000,
+    fisher: str = "sampled",
+    exclude: Exclude = (),
+    cap: float = 0.95,
+    replace: str = "smaller",
+    generator: torch.Generator | None = None,
+) -> Eigendamaged:
+    """A copy of ``model`` in which layers are bottleneck blocks, ``ratio`` of all directions removed.
+
+    The directions are the eigenvectors of each layer's Kronecker factors, one per input and one per output channel;
+    those whose removal costs least go, over all layers, at most ``cap`` of either side of a layer and never all.
+    ``fisher``: labels ``"sampled"`` from the network (the paper's), every output (``"exact"``), or ``"empirical"``.
+    ``replace``: only layers whose block has fewer parameters (``"smaller"``, the paper's; the others stay whole), or
+    ``"all"``. ``data``, ``loss``, ``examples`` as ``sosp.score`` takes them. The model itself is left as it was.
+    """
+    check_loss(loss)
+    one_of("fisher", fisher, FISHERS)
+    one_of("replace", replace, REPLACE)
+    _check_shares(ratio, cap)
+    with borrowed(model):
+        head, chunks = _first(data, examples, generator)
+        example = head.rows(0, min(ROWS, head.size)).inputs
+        structures, kept = _treated(model, find_structures(model, example, gate="weights", exclude=exclude))
+        factors = kronecker(Problem(model, structures, loss, chunks, examples), "channels", fisher, generator)
+    rotated = {name: rotate(_weight(model, name), factor) for name, factor in factors.items()}
+    removed = choose(rotated, ratio, cap)
+    parts = {name: rotated[name].without(gone) for name, gone in removed.items()}
+    for name, part in list(parts.items()):
+        if replace == "smaller" and part.size >= _weight(model, name).numel():
+            kept[name] = "its bottleneck would not be smaller"
+            del parts[name], removed[name]
+    small = build(model, parts, example)
+    return Eigendamaged(small, removed, kept, _cost(model, example), _cost(small, example))
+
+
+def rebuild(path: str | Path, model: nn.Module) -> nn.Module:
+    """The network with bottlenecks that ``sosp.save`` wrote, from ``model`` as it was given to ``eigendamage``.
+
+    The file is that of any network; which layers are bottlenecks, and how wide, is read off the shapes in it.
+    """
+    shapes = {name: stored.shape for name, stored in inspect(path).tensors.items()}
+    small = _copy(model)
+    for name, layer in model.named_modules():
+        core = shapes.get(f"{name}.core.weight")
+        if core is None or isinstance(layer, Bottleneck):
+            continue
+        if _untreatable(model, layer) or not _fits(core, _weight(model, name).shape):
+            raise CheckpointError(f"{path}: {name!r} is a bottleneck there, and the model's {layer} does not fit it.")
+        exchange(small, name, Bottleneck(layer, into=core[1], out=core[0]))
+    return load(path, small)
+
+
+# The network ----------------------------------------------------------------------------------------------------------
+
+
+def build(model: nn.Module, parts: Mapping[str, Rotated], example: Any) -> nn.Module:
+    """A copy with these layers as bottlenecks; refused if it does not do what the same layers, kept whole, do."""
+    small, whole = _copy(model), _copy(model)
+    for name, part in parts.items():
+        layer: Any = model.get_submodule(name)
+        block = Bottleneck(layer, into=part.core.shape[1], out=part.core.shape[0])
+        _fill(block, part, layer.bias)
+        exchange(small, name, block)
+        _weight(whole, name).data.copy_(part.weight())
+    try:
+        found = difference(small, whole, example, "eval")
+    except Exception as error:
+        raise SurgeryError(
+            f"the network does not run with bottlenecks for layers: {type(error).__name__}: {error}. Exclude those "
+            "whose weights or sizes its code reads, exclude=[...]."
+        ) from error
+    dtype = next(p.dtype for p in small.parameters())
+    if not found <= WRONG.get(dtype, 0.1):
+        raise SurgeryError(
+            f"with bottlenecks for layers the network is off by {found:.1e} of its largest output. Exclude those whose "
+            "weights its code reads, exclude=[...], or give a network in double precision."
+        )
+    return small
+
+
+@torch.no_grad()
+def _fill(block: Bottleneck, part: Rotated, bias: Tensor | None) -> None:
+    """A projection is a matrix; as a convolution, one with a single tap."""
+    block.into.weight.copy_(part.into.T.reshape(block.into.weight.shape))
+    block.core.weight.copy_(part.core)
+    block.out.weight.copy_(part.out.reshape(block.out.weight.shape))
+    if bias is not None:
+        block.out.bias.copy_(bias)
+
+
+def exchange(model: nn.Module, name: str, block: nn.Module) -> None:
+    """Put a block in every place that holds this layer; the layer's hooks stay, and the scatter behind it."""
+    layer = model.get_submodule(name)
+    block._forward_hooks, block._forward_pre_hooks = layer._forward_hooks, layer._forward_pre_hooks
+    if isinstance(layer._modules.get("scatter"), Scatter):
+        block.add_module("scatter", layer._modules["scatter"])
+    for module in list(model.modules()):
+        for key, child in module._modules.items():
+            if child is layer:
+                module._modules[key] = block
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """As a network in its own right: what it may have been shrunk from is no way back to it any more."""
+    twin = copy.deepcopy(model)
+    for key in ("sosp_recipes", "sosp_shapes"):
+        vars(twin).pop(key, None)
+    return twin
+
+
+def _treated(model: nn.Module, structures: Structures) -> tuple[Structures, dict[str, str]]:
+    """The layers that can be bottlenecks; and the others, and why."""
+    why = {layer.name: _untreatable(model, model.get_submodule(layer.name)) for layer in structures.layers}
+    kept = {name: reason for name, reason in why.items() if reason}
+    pairs = [(x, ids) for x, ids in zip(structures.layers, structures.ids, strict=True) if x.name not in kept]
+    if not pairs:
+        listed = "; ".join(f"{name!r} {reason}" for name, reason in list(kept.items())[:3])
+        raise StructureError(f"no layer of the network can be a bottleneck: {listed}.")
+    layers, ids = zip(*pairs, strict=True)
+    return dataclasses.replace(structures, layers=layers, ids=ids), kept
+
+
+def _untreatable(model: nn.Module, layer: nn.Module) -> str | None:
+    why = unknown(layer, grouped=False)
+    if why is not None:
+        return why
+    weight = layer._parameters.get("weight")
+    if weight is None:
+        return "computes its weight from other parameters"
+    if sum(p is weight for m in model.modules() for p in m._parameters.values()) > 1:
+        return "shares its weight with another layer"
+    return None
+
+
+def _weight(model: nn.Module, name: str) -> Tensor:
+    return model.get_parameter(f"{name}.weight")
+
+
+def _fits(core: tuple[int, ...], shape: torch.Size) -> bool:
+    """As narrow or narrower, over the same taps."""
+    return len(core) == len(shape) and core[2:] == shape[2:] and 1 <= core[0] <= shape[0] and 1 <= core[1] <= shape[1]
+
+
+def _first(data: Any, examples: int | None, generator: torch.Generator | None) -> tuple[Chunk, Iterator[Chunk]]:
+    """The first examples, and this process's share of all."""
+    chunks = iter(read(data, examples, generator))
+    head = next(chunks, None)
+    if head is None or head.size == 0:
+        raise DataError("the data is empty: there is not one example to score with. Is the loader's dataset empty?")
+    return head, share(itertools.chain([head], chunks), ranks.rank(), ranks.ranks())
+
+
+def _cost(model: nn.Module, example: Any) -> Cost | None:
+    try:
+        return count(model, example)
+    except StructureError:
+        return None
+
+
+def _check_shares(ratio: float, cap: float) -> None:
+    for name, value in {"ratio": ratio, "cap": cap}.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+            raise ArgumentError(f"{name}={value!r} must be a number from 0 to 1.")
