@@ -1,8 +1,9 @@
 """Train, evaluate and recalibrate networks; nothing here knows of pruning."""
 
+from sosp.training.begin import train
 from sosp.training.evaluation import Accuracy, evaluate
-from sosp.training.loop import Epoch, Moment, Trained, train
 from sosp.training.recalibration import recalibrate
+from sosp.training.results import Epoch, Moment, Trained
 from sosp.training.schedule import SCHEDULES, Schedule
 from sosp.training.speed import SlowTrainingWarning, Speed
 from sosp.training.state import CheckpointWarning

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from sosp.batches import call
-from sosp.errors import DataError
-from sosp.preserve import same_random_numbers
-from sosp.training import ranks
-from sosp.training.objective import correct, loss_sum
+from sosp import ranks
+from sosp.batches import first_rows
+from sosp.errors import DataError, whole_number
+from sosp.preserve import same_random_numbers, same_state
+from sosp.training.memory import outputs_of
+from sosp.training.objective import classes_of, correct, loss_sum, refuse_labels
 from sosp.training.schedule import Schedule
+from sosp.training.sources import as_source, home, is_source, moved, read, seen_span, whole_span
 
 BATCH = 256
 
@@ -34,16 +35,6 @@ class Accuracy:
         return f"{self.top1:.2%} (top 5: {self.top5:.2%}, loss {self.loss:.4f}, {self.examples} examples)"
 
 
-def home(model: nn.Module) -> torch.device:
-    """Where a network is."""
-    return next((x.device for x in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
-
-
-def moved(x: Any, device: torch.device) -> Any:
-    """All tensors of a batch on the device."""
-    return tree_map(lambda t: t.to(device, non_blocking=True) if isinstance(t, Tensor) else t, x)
-
-
 def evaluate(
     model: nn.Module,
     data: Any,
@@ -52,53 +43,61 @@ def evaluate(
     device: torch.device | str | None = None,
     limit: int | None = None,
 ) -> Accuracy:
-    """Accuracy and loss of ``model`` in eval mode on a source of ``sosp.data``, or on (inputs, labels) batches.
+    """Accuracy and loss of ``model`` in eval mode on a source of ``sosp.data``, a pair of tensors, or batches.
 
-    Runs where the model is; with ``device``, a copy of it there. Several processes share the work and all get the
-    result.
+    Runs where the model is; with ``device``, a copy of it there. Of a dataset, the test part is used. Several
+    processes share the work and all get the result.
     """
     where = home(model) if device is None else torch.device(device)
     twin = model if home(model) == where else copy.deepcopy(model).to(where)
-    modes = {m: m.training for m in twin.modules()}
-    try:
-        twin.eval()
-        with torch.inference_mode(), same_random_numbers():
-            return _evaluate(twin, _batches(data, batch, limit), where)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    source = as_source(data, "test")
+    batches, known = _batches(source, batch, limit), whole_span(source)
+    # Not inference mode: what a network keeps from a forward pass could not be trained with.
+    with torch.no_grad(), same_random_numbers(), same_state(twin):
+        return _evaluate(twin.eval(), batches, where, known)
 
 
 def _batches(data: Any, batch: int, limit: int | None) -> Iterable[tuple[Any, Tensor]]:
-    if hasattr(data, "ordered"):
+    if limit is not None:
+        whole_number("limit", limit)
+    if is_source(data):
         return data.ordered(batch=batch, limit=limit, rank=ranks.rank(), ranks=ranks.ranks())
+    if not isinstance(data, Iterable) or isinstance(data, Tensor | str):
+        raise DataError(
+            f"the data is a {type(data).__name__}; give a source of sosp.data, a pair of tensors (inputs, labels), or "
+            "batches of them."
+        )
     return _limited(data, limit) if ranks.is_main() else []  # the user's own loader is read once
 
 
-def _limited(data: Any, limit: int | None) -> Iterator[tuple[Any, Tensor]]:
+def _limited(data: Iterable[Any], limit: int | None) -> Iterator[tuple[Any, Tensor]]:
     left = limit
-    for x, y in data:
+    for x, y in map(read, data):
         if left is not None and len(y) > left:
-            x, y = tree_map(lambda t, n=left: t[:n] if isinstance(t, Tensor) and t.dim() else t, (x, y))
+            x, y = first_rows(x, left), y[:left]
         yield x, y
         left = None if left is None else left - len(y)
         if left == 0:
             return
 
 
-def _evaluate(model: nn.Module, batches: Iterable[tuple[Any, Tensor]], device: torch.device) -> Accuracy:
-    sums = torch.zeros(5, dtype=torch.float64, device=device)  # right at first, in five, positions, loss, examples
+def _evaluate(
+    model: nn.Module, batches: Iterable[tuple[Any, Tensor]], device: torch.device, known: tuple[int, int] | None
+) -> Accuracy:
+    sums = torch.zeros(4, dtype=torch.float64, device=device)  # right at first, in five, loss, examples
     for x, y in batches:
+        if not len(y):  # of a last batch, a rank may have no rows
+            continue
+        found = known or seen_span(y)
         x, y = moved(x, device), moved(y, device)
-        outputs = call(model, x)
-        loss = loss_sum(outputs, y, Schedule())
+        outputs = outputs_of(model, x, len(y))
+        refuse_labels(found, classes_of(outputs, y))
         sums[0] += correct(outputs, y)
         sums[1] += correct(outputs, y, 5)
-        sums[2] += y.numel()
-        sums[3] += loss
-        sums[4] += len(y)
+        sums[2] += loss_sum(outputs, y, Schedule())
+        sums[3] += len(y)
     ranks.sum_(sums)
-    first, five, positions, total, examples = sums.tolist()
+    first, five, loss, examples = sums.tolist()
     if not examples:
         raise DataError("there is nothing to evaluate on: the data is empty.")
-    return Accuracy(first / positions, five / positions, total / examples, int(examples))
+    return Accuracy(first / examples, five / examples, loss / examples, int(examples))

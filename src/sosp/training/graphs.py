@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from sosp.errors import SospError
 from sosp.training.feed import Batch
 from sosp.training.learner import Learner
+from sosp.training.memory import is_out_of_memory
 from sosp.training.speed import SlowTrainingWarning
 
 WARMUP = 3  # steps before a graph is captured: cuDNN chooses its kernels, the optimiser makes its buffers
@@ -20,7 +22,7 @@ WARMUP = 3  # steps before a graph is captured: cuDNN chooses its kernels, the o
 def step_all(learners: Sequence[Learner], batches: Sequence[Batch]) -> None:
     """One step of every network, one after another."""
     for learner, batch in zip(learners, batches, strict=True):
-        learner.step(batch.inputs, batch.labels, batch.rows)
+        learner.step(batch)
 
 
 class Graphed:
@@ -48,9 +50,9 @@ class Graphed:
     def _try(self, key: Any, batches: Sequence[Batch]) -> None:
         try:
             self.graphs[key] = self._capture(batches)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if is_out_of_memory(error) or isinstance(error, SospError):
+                raise
             self.broken = True
             warnings.warn(
                 "a step of this network cannot be captured as a CUDA graph, so training goes on op by op, slower: "
@@ -63,6 +65,18 @@ class Graphed:
         places = _places(batches)
         kept = [{n: x.clone() for n, x in learner.tensors().items()} for learner in self.learners]
         random = torch.cuda.get_rng_state()
+        try:
+            self._warm_up(places)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._side_by_side(places)
+        finally:
+            for learner, tensors in zip(self.learners, kept, strict=True):
+                learner.restore(tensors)
+            torch.cuda.set_rng_state(random)
+        return graph, places
+
+    def _warm_up(self, places: Sequence[Batch]) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -71,15 +85,6 @@ class Graphed:
         torch.cuda.current_stream().wait_stream(side)
         for learner in self.learners:
             learner.optimiser.zero_grad(set_to_none=True)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                self._side_by_side(places)
-        finally:
-            for learner, tensors in zip(self.learners, kept, strict=True):
-                learner.restore(tensors)
-            torch.cuda.set_rng_state(random)
-        return graph, places
 
     def _side_by_side(self, places: Sequence[Batch]) -> None:
         """Each network on a stream of its own: small ones do not fill a GPU by themselves."""

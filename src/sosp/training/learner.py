@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sosp import ranks
 from sosp.batches import call
-from sosp.training import ranks
-from sosp.training.norms import OverAllRanks
-from sosp.training.objective import correct, loss_sum
+from sosp.training.feed import Batch
+from sosp.training.norms import over_all_ranks
+from sosp.training.objective import classes_of, correct, loss_sum, refuse_labels
 from sosp.training.schedule import Schedule
 from sosp.training.speed import Speed
 
@@ -27,6 +27,8 @@ class Learner:
         self.model = speed.placed(copy.deepcopy(model), device).train()
         self.teacher = _still(speed.placed(copy.deepcopy(teacher), device)) if teacher is not None else None
         self.average = _still(copy.deepcopy(self.model)) if schedule.ema else None
+        # A mask of minus infinities has no average.
+        self.fixed = {n for n, x in numbers(self.model).items() if not _finite(x)} if schedule.ema else set()
         self.run = torch.compile(self.model) if speed.compile else self.model
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.optimiser = torch.optim.SGD(
@@ -37,6 +39,7 @@ class Learner:
             nesterov=schedule.nesterov,
             fused=True if speed.graph else None,
         )
+        self.classes: int | None = None  # known after the first forward pass
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct ones, examples of this epoch
         self.bad = torch.full((), -1, dtype=torch.int64, device=device)  # the first step whose loss was no number
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # steps made
@@ -48,21 +51,24 @@ class Learner:
             else:
                 group["lr"] = rate
 
-    def step(self, x: Any, y: Tensor, rows: int) -> None:
-        """Learn from this rank's part of a batch of ``rows`` examples. Nothing waits for the GPU."""
+    def refuse(self, batch: Batch) -> None:
+        """Labels that the network cannot have."""
+        if self.classes is not None:
+            refuse_labels(batch.span, self.classes)
+
+    def step(self, batch: Batch) -> None:
+        """Learn from this rank's part of a batch. Nothing waits for the GPU."""
         self.optimiser.zero_grad(set_to_none=True)
-        with ExitStack() as stack:
-            stack.enter_context(self.speed.mixed(self.device))
-            if ranks.ranks() > 1:
-                stack.enter_context(OverAllRanks())
-            outputs = call(self.run, x)
-            taught = self._taught(x)
-            loss = loss_sum(outputs, y, self.schedule, taught)
-        (loss / rows).backward()
+        with self.speed.mixed(self.device), over_all_ranks(batch.copies == 1):
+            outputs = call(self.run, batch.inputs)
+            self.classes = classes_of(outputs, batch.labels)
+            self.refuse(batch)
+            loss = loss_sum(outputs, batch.labels, self.schedule, self._taught(batch.inputs))
+        (loss / (batch.rows * batch.copies)).backward()
         if ranks.ranks() > 1:
             self._add_up()
         self.optimiser.step()
-        self._note(loss.detach(), correct(outputs, y), y)
+        self._note(loss.detach(), correct(outputs, batch.labels), batch)
 
     @torch.no_grad()
     def _taught(self, x: Any) -> Any:
@@ -81,31 +87,40 @@ class Learner:
                 p.grad = None
 
     @torch.no_grad()
-    def _note(self, loss: Tensor, right: Tensor, y: Tensor) -> None:
-        self.sums[0] += loss.double()
-        self.sums[1] += right.double() * (len(y) / max(y.numel(), 1))
-        self.sums[2] += len(y)
-        self.bad.copy_(torch.where((self.bad < 0) & ~torch.isfinite(loss), self.count, self.bad))
+    def _note(self, loss: Tensor, right: Tensor, batch: Batch) -> None:
+        found = torch.stack([loss.double(), right.double(), torch.full_like(right, len(batch.labels)).double()])
+        found /= batch.copies
+        ranks.sum_(found)
+        self.sums += found
+        self.bad.copy_(torch.where((self.bad < 0) & ~torch.isfinite(found[0]), self.count, self.bad))
         self.count += 1
         if self.average is not None:
             self._average(self.schedule.ema)
 
     def _average(self, decay: float) -> None:
-        mine, theirs = self.model.state_dict(), self.average.state_dict()  # type: ignore[union-attr]
-        real = [n for n, x in mine.items() if x.is_floating_point()]
+        mine, theirs = numbers(self.model), numbers(self.average)
+        both = [n for n in theirs if n in mine]
+        real = [n for n in both if mine[n].is_floating_point() and n not in self.fixed]
         torch._foreach_lerp_([theirs[n] for n in real], [mine[n] for n in real], 1 - decay)
-        for n in mine.keys() - set(real):
+        for n in set(both) - set(real):
             theirs[n].copy_(mine[n])
 
     def epoch_sums(self) -> tuple[float, float, float]:
-        """Loss, correct ones and examples so far, over all ranks."""
-        sums = self.sums.clone()
-        ranks.sum_(sums)
-        loss, right, examples = sums.tolist()
+        """Loss, correct ones and examples so far, of all ranks."""
+        loss, right, examples = self.sums.tolist()
         return loss, right, examples
 
     def forget_sums(self) -> None:
         self.sums.zero_()
+
+    def is_finite(self) -> bool:
+        """Whether what it learns is still made of numbers."""
+        return bool(torch.stack([p.isfinite().all() for p in self.named.values()]).all())
+
+    def finished(self) -> nn.Module:
+        """The network, to be used; what only training needs is gone."""
+        self.optimiser.zero_grad(set_to_none=True)
+        return self.model.eval()
 
     def averaged(self) -> nn.Module | None:
         """The network with the moving average of the weights, to be used like the other one."""
@@ -116,9 +131,8 @@ class Learner:
 
     def tensors(self) -> dict[str, Tensor]:
         """All numbers, by name; the tensors themselves."""
-        found = {f"model/{n}": x for n, x in self.model.state_dict().items()}
-        if self.average is not None:
-            found |= {f"average/{n}": x for n, x in self.average.state_dict().items()}
+        found = {f"model/{n}": x for n, x in numbers(self.model).items()}
+        found |= {f"average/{n}": x for n, x in numbers(self.average).items()}
         for name, p in self.named.items():
             momentum = self.optimiser.state[p].get("momentum_buffer")
             if momentum is not None:
@@ -138,6 +152,17 @@ class Learner:
         for name, x in self.tensors().items():
             if name in kept:
                 x.copy_(kept[name])
+
+
+def numbers(model: nn.Module | None) -> dict[str, Tensor]:
+    """Parameters and buffers, also those a state dict leaves out; what is tied together comes once."""
+    if model is None:
+        return {}
+    return {n: x.detach() for n, x in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(x.isfinite().all())
 
 
 def _still(model: nn.Module) -> nn.Module:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import nn
 
+from sosp import ranks
+from sosp.batches import call, first_rows
 from sosp.errors import OutOfMemoryError
 
-SIGNS = ("out of memory", "can't allocate memory", "not enough memory")
+SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "status_alloc_failed")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -18,22 +23,26 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def explained(batch: int, attempt: Callable[[int], None]) -> Iterator[None]:
+def explained(batch: int, attempt: Callable[[int], Any]) -> Iterator[None]:
     """Turn running out of memory into a sentence with the largest power of two less that fits, found by trying."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        reason = str(error).splitlines()[0][:200]
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        traceback.clear_frames(error.__traceback__)  # they hold what the batch has filled the memory with
     else:
         return
-    fits = largest(batch, attempt)
-    advice = f"batch={fits} fits" if fits else "not even a single example fits: use a smaller input or another device"
+    if ranks.ranks() > 1:  # the others did not fail, and would have to try along
+        advice = "try a smaller one"
+    else:
+        fits = largest(batch, attempt)
+        advice = f"batch={fits} fits" if fits else "nor does one example: use a smaller input or another device"
     raise OutOfMemoryError(f"a batch of {batch} examples does not fit into memory; {advice}. ({reason})")
 
 
-def largest(batch: int, attempt: Callable[[int], None]) -> int:
+def largest(batch: int, attempt: Callable[[int], Any]) -> int:
     """The largest of batch / 2, batch / 4, ... that does not fail; 0 where none does."""
     size = batch // 2
     while size:
@@ -47,3 +56,9 @@ def largest(batch: int, attempt: Callable[[int], None]) -> int:
                 raise
         size //= 2
     return 0
+
+
+def outputs_of(model: nn.Module, x: Any, rows: int) -> Any:
+    """What the network says to ``rows`` examples."""
+    with explained(rows, lambda size: call(model, first_rows(x, size))):
+        return call(model, x)

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.nn.functional import all_reduce
 from torch.overrides import TorchFunctionMode
 
+from sosp import ranks
 from sosp.errors import TrainingError
+from sosp.training.speed import wide
+
+LONELY = "a batch norm sees one number per channel; use a size of batches that leaves no single example over."
+
+
+class Total(torch.autograd.Function):
+    """The sum over all ranks: each one's loss depends on what every one gave."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
 
 
 class OverAllRanks(TorchFunctionMode):
@@ -20,6 +42,22 @@ class OverAllRanks(TorchFunctionMode):
         if func is F.batch_norm:
             return batch_norm(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def over_all_ranks(split: bool) -> AbstractContextManager[Any]:
+    """Batch norms over all ranks, where there are several and a batch was ``split`` among them."""
+    return OverAllRanks() if split and ranks.ranks() > 1 else nullcontext()
+
+
+@contextmanager
+def not_lonely() -> Iterator[None]:
+    """Say what to do about a batch norm that has nothing to take a variance of."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" in str(error):
+            raise TrainingError(LONELY) from error
+        raise
 
 
 def batch_norm(
@@ -32,17 +70,17 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """As ``F.batch_norm``; a rank may have no rows at all."""
+    """As ``F.batch_norm``, over the rows of all ranks."""
     if not training:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
     axes, shape = [d for d in range(x.dim()) if d != 1], [1, -1, *[1] * (x.dim() - 2)]
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    count = all_reduce(wide.new_tensor(x.numel() / max(x.shape[1], 1)))
+    full = wide(x)
+    count = Total.apply(full.new_tensor(x.numel() / max(x.shape[1], 1)))
     if count <= 1:
-        raise TrainingError("a batch norm sees one number per channel in the whole batch; use a larger batch.")
-    mean = all_reduce(wide.sum(axes)) / count
-    centred = wide - mean.view(shape)
-    variance = all_reduce(centred.square().sum(axes)) / count
+        raise TrainingError(LONELY)
+    mean = Total.apply(full.sum(axes)) / count
+    centred = full - mean.view(shape)
+    variance = Total.apply(centred.square().sum(axes)) / count
     _remember(running_mean, mean, momentum)
     _remember(running_var, variance * count / (count - 1), momentum)
     y = centred * torch.rsqrt(variance + eps).view(shape)

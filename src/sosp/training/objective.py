@@ -8,8 +8,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from sosp.losses import classes_second, logits_of
+from sosp.errors import ArgumentError, DataError
+from sosp.losses import IGNORED, classes_second, logits_of
 from sosp.training.schedule import Schedule
+from sosp.training.speed import wide
 
 AUXILIARY = 0.3  # weight of the heads that only training has (GoogLeNet, Szegedy et al. 2015; Inception)
 
@@ -22,21 +24,35 @@ def loss_sum(outputs: Any, targets: Tensor, schedule: Schedule, taught: Any = No
         loss = loss + AUXILIARY * _labels(head, targets, schedule)
     if taught is None:
         return loss
-    return (1 - schedule.distill) * loss + schedule.distill * _teacher(logits, logits_of(taught), schedule.temperature)
+    teacher = _teacher(logits, logits_of(taught), targets, schedule.temperature)
+    return (1 - schedule.distill) * loss + schedule.distill * teacher
 
 
 def _labels(logits: Tensor, targets: Tensor, schedule: Schedule) -> Tensor:
-    logits = classes_second(logits.float(), targets)
-    loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=schedule.smoothing)
-    return loss * (len(targets) / max(targets.numel(), 1))
+    logits = classes_second(wide(logits), targets)
+    reduction = "sum" if targets.dim() == 1 else "none"
+    values = F.cross_entropy(logits, targets, reduction=reduction, label_smoothing=schedule.smoothing)
+    return values if targets.dim() == 1 else _over_positions(values, targets)
 
 
-def _teacher(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
+def _over_positions(values: Tensor, targets: Tensor) -> Tensor:
+    """The sum over examples of the mean over the positions that count; from (N, ...)."""
+    if targets.dim() == 1:
+        return values.sum()
+    counts = targets != IGNORED
+    return ((values * counts).flatten(1).sum(1) / counts.flatten(1).sum(1).clamp_min(1)).sum()
+
+
+def _teacher(logits: Tensor, taught: Tensor, targets: Tensor, temperature: float) -> Tensor:
     """``T^2 KL(teacher || student)`` of the outputs divided by T (Hinton et al. 2015)."""
-    mine = F.log_softmax(logits.float() / temperature, -1)
-    theirs = F.log_softmax(taught.detach().float() / temperature, -1)
-    positions = max(mine[..., 0].numel() // max(len(mine), 1), 1)
-    return temperature**2 * F.kl_div(mine, theirs, reduction="sum", log_target=True) / positions
+    if logits.shape != taught.shape:
+        raise ArgumentError(
+            f"the teacher gives outputs of shape {tuple(taught.shape)} and the network {tuple(logits.shape)}; "
+            "a teacher must know the same classes."
+        )
+    mine = F.log_softmax(classes_second(wide(logits), targets) / temperature, 1)
+    theirs = F.log_softmax(classes_second(wide(taught.detach()), targets) / temperature, 1)
+    return temperature**2 * _over_positions(F.kl_div(mine, theirs, reduction="none", log_target=True).sum(1), targets)
 
 
 def _auxiliary(outputs: Any, logits: Tensor) -> list[Tensor]:
@@ -51,7 +67,22 @@ def _auxiliary(outputs: Any, logits: Tensor) -> list[Tensor]:
 
 
 def correct(outputs: Any, targets: Tensor, best: int = 1) -> Tensor:
-    """How many examples (or positions) have their class among the ``best`` outputs."""
+    """How many examples have their class among the ``best`` outputs; a share of one that has several positions."""
     logits = classes_second(logits_of(outputs).detach(), targets)
-    best = min(best, logits.shape[1])
-    return (logits.topk(best, 1).indices == targets.unsqueeze(1)).sum()
+    found = logits.topk(min(best, logits.shape[1]), 1).indices == targets.unsqueeze(1)
+    return _over_positions(found.any(1).double(), targets)
+
+
+def classes_of(outputs: Any, targets: Tensor) -> int:
+    """How many classes the network tells apart."""
+    return classes_second(logits_of(outputs), targets).shape[1]
+
+
+def refuse_labels(span: tuple[int, int], classes: int) -> None:
+    """Refuse labels from ``span[0]`` to ``span[1]`` that the network has no output for: a GPU would only stop."""
+    wrong = span[0] if span[0] < 0 else span[1]
+    if not 0 <= wrong < classes:
+        raise DataError(
+            f"a label is {wrong}, but the network has {classes} outputs (labels 0 to {classes - 1}). "
+            "Check the labels, or that this is the right network for the data."
+        )

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from sosp.batches import call
-from sosp.errors import DataError
+from sosp import ranks
+from sosp.data.source import generator
+from sosp.errors import DataError, whole_number
 from sosp.preserve import same_random_numbers
-from sosp.training import ranks
-from sosp.training.evaluation import home, moved
-from sosp.training.norms import OverAllRanks
+from sosp.training.dice import apart
+from sosp.training.feed import Batch, dealt, in_order
+from sosp.training.memory import outputs_of
+from sosp.training.norms import not_lonely, over_all_ranks
+from sosp.training.sources import Pair, as_source, count, halves, home, is_pair, is_source, moved
 
 Norm = nn.modules.batchnorm._BatchNorm
 
@@ -25,9 +27,9 @@ def recalibrate(
 ) -> nn.Module:
     """A copy of ``model`` whose batch norms know the mean and variance of its activations on ``data``.
 
-    ``data``: a source of ``sosp.data``, of which ``examples`` are drawn, or (inputs, labels) batches; labels are not
-    used. The statistics are averages over batches of their means and unbiased variances, weighted by their sizes. All
-    else runs in eval mode.
+    ``data``: a source of ``sosp.data`` or a pair of tensors, of which ``examples`` are drawn, or (inputs, labels)
+    batches, which are all used; labels are not. Of a dataset, the training part is taken. The statistics are averages
+    over batches of their means and unbiased variances, weighted by their sizes. All else runs in eval mode.
     """
     small = copy.deepcopy(model)
     norms = [m for m in small.modules() if isinstance(m, Norm) and m.running_mean is not None]
@@ -35,17 +37,12 @@ def recalibrate(
         return small
     modes = {m: m.training for m in small.modules()}
     factors = {m: m.momentum for m in norms}
-    seen = 0
-    with torch.no_grad(), same_random_numbers(), _together():
+    with torch.no_grad(), same_random_numbers():
         small.eval()
-        for x, y in _batches(data, examples, batch, seed):
-            rows = _rows(len(y))
-            seen += rows
-            for m in norms:
-                m.training, m.momentum = True, rows / seen
-            call(small, moved(x, home(small)))
-    if not seen:
-        raise DataError("there is nothing to take statistics from: the data is empty.")
+        for m in norms:
+            m.reset_running_stats()  # what is no number any more would stay so in an average
+        source = Pair(*_unlabelled(data[0])) if is_pair(data) else as_source(data, "train")
+        _run(small, norms, _batches(source, examples, batch, seed))
     for m in norms:
         m.momentum = factors[m]
     for module, mode in modes.items():
@@ -53,27 +50,35 @@ def recalibrate(
     return small
 
 
-@contextmanager
-def _together() -> Iterator[None]:
-    if ranks.ranks() == 1:
-        yield
+def _run(model: nn.Module, norms: list[Any], batches: Iterator[Batch]) -> None:
+    device, seen = home(model), 0
+    for found in batches:
+        seen += found.rows
+        for m in norms:
+            m.training, m.momentum = True, found.rows / seen
+        with over_all_ranks(found.copies == 1), not_lonely():
+            outputs_of(model, moved(found.inputs, device), found.rows)
+    if not seen:
+        raise DataError("there is nothing to take statistics from: the data is empty.")
+
+
+def _batches(data: Any, examples: int | None, batch: int, seed: int) -> Iterator[Batch]:
+    if not is_source(data):
+        for inputs, _ in map(halves, apart(data, generator(seed, 0))):
+            yield dealt(*_unlabelled(inputs))
         return
-    with OverAllRanks():
-        yield
+    wanted = len(data) if examples is None else min(whole_number("examples", examples), len(data))
+    yield from in_order(data.subset(wanted, seed), _even(wanted, whole_number("batch", batch)))
 
 
-def _rows(mine: int) -> int:
-    total = torch.tensor(float(mine))
-    if ranks.ranks() > 1:
-        total = total.to("cuda") if torch.cuda.is_available() else total
-        ranks.sum_(total)
-    return int(total)
+def _unlabelled(inputs: Any) -> tuple[Any, Tensor]:
+    """Labels of any kind are given, and none is used."""
+    return inputs, torch.zeros(count(inputs), dtype=torch.int64)
 
 
-def _batches(data: Any, examples: int | None, batch: int, seed: int) -> Iterator[Any]:
-    if not hasattr(data, "ordered"):
-        yield from data
-        return
-    count = len(data) if examples is None else min(examples, len(data))
-    # Not augmented, and every batch of one size where that is possible: small ones have noisy variances.
-    yield from data.subset(count, seed).ordered(batch=min(batch, count), rank=ranks.rank(), ranks=ranks.ranks())
+def _even(total: int, batch: int) -> int:
+    """Batches of one size where that is possible: small ones have noisy variances, and one example has none."""
+    size = -(-total // -(-total // batch))
+    while total % size == 1 and size < total:
+        size += 1
+    return max(size, ranks.ranks())

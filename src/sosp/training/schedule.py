@@ -25,7 +25,8 @@ LIMITS = (
 
 
 def _between(name: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not low <= value <= high or value == math.inf:
         span = f"{low} at least" if high == math.inf else f"from {low} to {high}"
         raise ArgumentError(f"{name}={value!r} must be a number, {span}.")
 
@@ -53,11 +54,15 @@ class Schedule:
         whole_number("epochs", self.epochs, least=0)
         whole_number("batch", self.batch)
         one_of("shape", self.shape, SHAPES)
+        if not isinstance(self.milestones, tuple | list):
+            raise ArgumentError(f"milestones={self.milestones!r} must be shares of the epochs, like (0.6, 0.8).")
         object.__setattr__(self, "milestones", tuple(self.milestones))
         for name, low, high in LIMITS:
             _between(name, getattr(self, name), low, high)
         for share in self.milestones:
             _between("milestones", share, 0, 1)
+        if not isinstance(self.nesterov, bool):
+            raise ArgumentError(f"nesterov={self.nesterov!r} must be True or False.")
         if self.nesterov and not self.momentum:
             raise ArgumentError("nesterov=True needs momentum.")
 

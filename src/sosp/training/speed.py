@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from sosp import ranks
 from sosp.errors import ArgumentError, one_of
 
 PRECISIONS = ("auto", "float32", "bf16")
@@ -35,9 +36,12 @@ class Speed:
         cuda = device.type == "cuda"
         if self.graph and not cuda:
             raise ArgumentError(f"graph=True needs a CUDA device, not {device}.")
+        if self.graph and ranks.ranks() > 1:
+            raise ArgumentError("graph=True is for a single process: several talk to each other within a step.")
         precision = ("bf16" if cuda else "float32") if self.precision == "auto" else self.precision
         layout = cuda if self.channels_last is None else self.channels_last
-        return Speed(precision, layout, cuda if self.graph is None else self.graph, self.compile)
+        graph = cuda and ranks.ranks() == 1 if self.graph is None else self.graph
+        return Speed(precision, layout, graph, self.compile)
 
     @contextmanager
     def mixed(self, device: torch.device) -> Iterator[None]:
@@ -49,6 +53,11 @@ class Speed:
         """On the device, in the layout; changes the model it is given."""
         model = model.to(device)
         return model.to(memory_format=torch.channels_last) if self.channels_last else model  # type: ignore[call-overload]
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32 at least."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 @contextmanager

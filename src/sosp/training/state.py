@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from sosp import ranks
 from sosp.archive import read, write
 from sosp.errors import CheckpointError
-from sosp.training import ranks
-from sosp.training.learner import Learner
+from sosp.training.learner import Learner, numbers
 from sosp.training.schedule import Schedule, difference
 
 NAME = re.compile(r"checkpoint-(\d{8,})\.safetensors")
 KEPT = 2
+# What a killed writer leaves behind: our own file, and the one that safetensors renames to it.
+LEFT = re.compile(r"\.checkpoint-\d{8,}\.safetensors\.[0-9a-f]{16}\.tmp|\.tmp[A-Za-z0-9]{6}")
+OURS = b'{"__metadata__":{"sosp":'
 
 
 class CheckpointWarning(UserWarning):
@@ -34,6 +38,7 @@ class Place:
 
     epoch: int = 0
     batch: int = 0
+    seconds: float = 0.0  # that they took
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Identity:
     def of(
         cls, learners: Mapping[str, Learner], schedule: Schedule, seeds: Mapping[str, int], examples: int
     ) -> Identity:
-        shapes = {n: {k: list(x.shape) for k, x in a.model.state_dict().items()} for n, a in learners.items()}
+        shapes = {n: {k: list(x.shape) for k, x in numbers(a.model).items()} for n, a in learners.items()}
         return cls(schedule, dict(seeds), examples, shapes)
 
     def document(self) -> dict[str, Any]:
@@ -60,6 +65,8 @@ class Identity:
         """How a stored training differs from this one, in words; None where it does not."""
         if (gap := difference(self.schedule, other["schedule"])) is not None:
             return f"the schedule's {gap}"
+        if (names := other["shapes"].keys()) != self.shapes.keys():
+            return f"it holds the networks {sorted(names)} and these are {sorted(self.shapes)}"
         if other["seeds"] != self.seeds:
             return f"the seed was {_plain(other['seeds'])} and is {_plain(self.seeds)}"
         if other["examples"] != self.examples:
@@ -72,8 +79,6 @@ def _plain(seeds: Mapping[str, int]) -> Any:
 
 
 def _other_network(mine: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    if mine.keys() != other.keys():
-        return f"it holds the networks {sorted(other)} and these are {sorted(mine)}"
     for name, shapes in mine.items():
         for key in sorted(shapes.keys() ^ other[name].keys()):
             return f"it is of another network: {key!r} is in one of the two only"
@@ -96,6 +101,9 @@ def prepare(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         trial.write_text("")
         trial.unlink()
+        for path in folder.iterdir():
+            if LEFT.fullmatch(path.name) and _is_ours(path):
+                path.unlink()
     except OSError as error:
         raise CheckpointError(
             f"{folder}: checkpoints cannot be written there ({type(error).__name__}: {error.strerror}). "
@@ -103,19 +111,26 @@ def prepare(folder: Path) -> None:
         ) from error
 
 
+def _is_ours(path: Path) -> bool:
+    """Nothing yet, or the start of a checkpoint: other programs have files with such names as well."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        start = file.read(8 + len(OURS))
+    return OURS.startswith(start[8:])
+
+
 def save(
     folder: Path, learners: Mapping[str, Learner], identity: Identity, place: Place, history: dict[str, Any]
 ) -> Path | None:
     """Write a checkpoint, then remove all but the last two; None, with a warning, where it could not be written."""
-    if not ranks.is_main():
-        return None
     steps = max(int(learner.count) for learner in learners.values())
     path = folder / f"checkpoint-{steps:08d}.safetensors"
     document = {"training": identity.document(), "place": asdict(place), "history": history}
     try:
         write(path, json.dumps(document), _tensors(learners))
     except CheckpointError as error:
-        warnings.warn(f"{path}: {error} Training goes on; the older checkpoint stays.", CheckpointWarning, stacklevel=2)
+        warnings.warn(f"{path} {error} Training goes on; older checkpoints stay.", CheckpointWarning, stacklevel=2)
         return None
     for old in files(folder)[KEPT:]:
         with suppress(OSError):
@@ -127,34 +142,81 @@ def _tensors(learners: Mapping[str, Learner]) -> dict[str, Tensor]:
     """Copies on the CPU, none of which share memory."""
     found = {f"{k}/{n}": x for k, a in enumerate(learners.values()) for n, x in a.tensors().items()}
     found["random/cpu"] = torch.get_rng_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["random/cuda"] = torch.cuda.get_rng_state()
+    device = next(iter(learners.values())).device
+    if device.type == "cuda":
+        found["random/cuda"] = torch.cuda.get_rng_state(device)
     return {n: x.detach().to("cpu", copy=True).contiguous() for n, x in found.items()}
 
 
-def resume(folder: Path, learners: Mapping[str, Learner], identity: Identity) -> tuple[Place, dict[str, Any]]:
-    """Take the numbers of the newest checkpoint that can be read; where training stands, and its history."""
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """What a checkpoint holds."""
+
+    place: Place
+    history: Mapping[str, Any]
+    names: tuple[str, ...]  # of the networks, in the order of their numbers
+    tensors: Mapping[str, Tensor]
+
+
+def newest(folder: Path, identity: Identity) -> Stored | None:
+    """The newest checkpoint that can be read; one that cannot gets another name, so that it is not in the way."""
     for path in files(folder):
         try:
             text, tensors = read(path)
             document = json.loads(text)
             stored, place, history = document["training"], Place(**document["place"]), document["history"]
         except (CheckpointError, ValueError, KeyError, TypeError) as error:
-            warnings.warn(
-                f"{path} cannot be used ({error}); looking for an older one.", CheckpointWarning, stacklevel=2
-            )
+            aside = _set_aside(path)
+            found = f"{path} {error}" if isinstance(error, CheckpointError) else f"{path} is no checkpoint of training."
+            warnings.warn(f"{found} {aside}", CheckpointWarning, stacklevel=2)
             continue
         if (gap := identity.refusal(stored)) is not None:
             raise CheckpointError(f"{path} is of another training: {gap}. Give another folder, or remove this one.")
-        _restore(learners, tensors)
-        return place, history
-    return Place(), {name: [] for name in learners}
+        return Stored(place, history, tuple(stored["shapes"]), tensors)
+    return None
 
 
-def _restore(learners: Mapping[str, Learner], tensors: dict[str, Tensor]) -> None:
-    for k, learner in enumerate(learners.values()):
-        start = f"{k}/"
-        learner.restore({n.removeprefix(start): x for n, x in tensors.items() if n.startswith(start)})
+def _set_aside(path: Path) -> str:
+    with suppress(OSError):
+        path.replace(path.with_name(f"{path.name}.damaged"))
+        return f"It is now called {path.name}.damaged, and an older one is looked for."
+    return "An older one is looked for."
+
+
+def from_main(act: Callable[[], Any]) -> Any:
+    """What ``act`` gives or raises on the first rank, for all of them."""
+    if ranks.ranks() == 1:
+        return act()
+    found: list[Any] = [None, None]
+    if ranks.is_main():
+        try:
+            found[0] = act()
+        except Exception as error:
+            found[1] = error
+    dist.broadcast_object_list(found)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
+
+
+def resume(folder: Path, learners: Mapping[str, Learner], identity: Identity) -> Stored | None:
+    """Give the learners the numbers of the newest checkpoint; None where there is none."""
+
+    def look() -> Stored | None:
+        prepare(folder)
+        return newest(folder, identity)
+
+    found: Stored | None = from_main(look)
+    if found is not None:
+        for name, learner in learners.items():
+            start = f"{found.names.index(name)}/"
+            kept = {n.removeprefix(start): x for n, x in found.tensors.items() if n.startswith(start)}
+            learner.restore(kept)
+        _restore_random_numbers(found.tensors, next(iter(learners.values())).device)
+    return found
+
+
+def _restore_random_numbers(tensors: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(tensors["random/cpu"])
-    if "random/cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["random/cuda"])
+    if "random/cuda" in tensors and device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["random/cuda"], device)

@@ -1,0 +1,144 @@
+"""What the user calls data, as a source of ``sosp.data`` or a loader; what a batch of it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sosp.data import Dataset
+from sosp.data.source import Batching, as_slice, chosen, generator, limited
+from sosp.errors import DataError
+from sosp.losses import IGNORED
+
+
+def home(model: nn.Module) -> torch.device:
+    """Where a network is."""
+    return next((x.device for x in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+
+
+def moved(x: Any, device: torch.device) -> Any:
+    """All tensors of a batch on the device."""
+    return tree_map(lambda t: t.to(device, non_blocking=True) if isinstance(t, Tensor) else t, x)
+
+
+def rows_of(x: Any, pick: Any, total: int) -> Any:
+    """Some examples of a batch of ``total``; what has no row for each of them stays whole."""
+
+    def cut(t: Any) -> Any:
+        if not isinstance(t, Tensor) or not t.dim() or len(t) != total:
+            return t
+        return t[pick.to(t.device) if isinstance(pick, Tensor) else pick]
+
+    return tree_map(cut, x)
+
+
+def halves(batch: Any) -> tuple[Any, Any]:
+    """The inputs and the labels of a user's batch, whatever the labels are."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+        raise DataError(f"a batch is a {type(batch).__name__}{size}; each must be (inputs, labels).")
+    inputs, labels = batch
+    return dict(inputs) if isinstance(inputs, Mapping) else inputs, labels
+
+
+def read(batch: Any) -> tuple[Any, Tensor]:
+    """The inputs of a user's batch, and class numbers."""
+    inputs, labels = halves(batch)
+    _check_labels(labels)
+    return inputs, labels.long()
+
+
+def count(inputs: Any) -> int:
+    """How many examples: the length of the first tensor."""
+    return next((len(x) for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()), 0)
+
+
+def _check_labels(labels: Any) -> None:
+    if not isinstance(labels, Tensor):
+        raise DataError(f"the labels are a {type(labels).__name__}; give a tensor of class numbers.")
+    if labels.is_floating_point() or labels.is_complex() or not labels.dim():
+        raise DataError(
+            f"the labels are {labels.dtype} of shape {tuple(labels.shape)}; give class numbers, whole numbers from 0, "
+            "one for each example."
+        )
+
+
+def span(labels: Tensor) -> tuple[int, int]:
+    """The least and the greatest label of those that count; (0, 0) where none does."""
+    known = labels[labels != IGNORED]
+    return (int(known.min()), int(known.max())) if known.numel() else (0, 0)
+
+
+def whole_span(source: Any) -> tuple[int, int] | None:
+    """The span of all labels, where a source holds them."""
+    labels = getattr(source, "labels", None)
+    return span(labels) if is_source(source) and isinstance(labels, Tensor) else None
+
+
+def seen_span(labels: Tensor) -> tuple[int, int]:
+    """The span of a batch's labels; (0, 0) on a GPU, which would have to be waited for."""
+    return span(labels) if labels.device.type == "cpu" else (0, 0)
+
+
+def is_source(data: Any) -> bool:
+    return callable(getattr(data, "epoch", None)) and callable(getattr(data, "ordered", None))
+
+
+def is_pair(data: Any) -> bool:
+    return isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[1], Tensor)
+
+
+def as_source(data: Any, part: str) -> Any:
+    """``part`` ("train" or "test") of a dataset; a pair of tensors as a source; all else as it is."""
+    if isinstance(data, Dataset):
+        return getattr(data, part)
+    return Pair(*data) if is_pair(data) else data
+
+
+def both(data: Any) -> tuple[Any, Any]:
+    """What to train on and what to test on; None where there is nothing to test on."""
+    if isinstance(data, Dataset):
+        return data.train, data.test
+    if isinstance(data, tuple) and len(data) == 2 and not is_pair(data):
+        return as_source(data[0], "train"), as_source(data[1], "test")
+    return as_source(data, "train"), None
+
+
+class Pair:
+    """Inputs of any kind and their labels, held in memory: as a source of ``sosp.data``, without augmentation."""
+
+    def __init__(self, inputs: Any, labels: Tensor) -> None:
+        self.inputs, self.labels = read((inputs, labels))
+        if not len(labels):
+            raise DataError("the data is empty: there is not one example in it.")
+        if (found := count(self.inputs)) != len(labels):
+            raise DataError(f"the inputs hold {found} examples and the labels {len(labels)}; give as many of each.")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def steps(self, batch: int) -> int:
+        return len(Batching(len(self), batch))
+
+    def epoch(
+        self, number: int, *, batch: int, seed: int, start: int = 0, rank: int = 0, ranks: int = 1
+    ) -> Iterator[tuple[Any, Tensor]]:
+        order = torch.randperm(len(self), generator=generator(seed, number))
+        batching = Batching(len(self), batch, rank, ranks)
+        return (self._rows(order[as_slice(batching.own(k))]) for k in batching.since(start))
+
+    def ordered(
+        self, *, batch: int, limit: int | None = None, rank: int = 0, ranks: int = 1
+    ) -> Iterator[tuple[Any, Tensor]]:
+        batching = Batching(limited(len(self), limit), batch, rank, ranks)
+        return (self._rows(torch.tensor(batching.own(k), dtype=torch.int64)) for k in range(len(batching)))
+
+    def subset(self, count: int, seed: int) -> Pair:
+        return Pair(*self._rows(chosen(len(self), count, seed)))
+
+    def _rows(self, index: Tensor) -> tuple[Any, Tensor]:
+        return rows_of(self.inputs, index, len(self)), self.labels[index.to(self.labels.device)]
