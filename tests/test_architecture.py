@@ -34,13 +34,21 @@ ALLOWED = {
     "passes": "errors ranks records gates jets losses batches preserve progress",
     "curvature": "errors records gates jets losses batches preserve progress passes",
     "gauss_newton": "errors ranks records gates jets losses factors batches preserve progress passes",
-    "criteria": "errors ranks records layers structures passes curvature gauss_newton batches losses progress preserve",
+    "kfac": "errors ranks layers gates losses factors batches passes",
+    "statistics": "ranks records gates jets losses batches passes gauss_newton",
     "mask": "errors records layers structures gates preserve",
     "cost": "errors flow mask",
-    "selection": "errors records progress mask cost",
+    "criteria": "errors ranks records layers structures passes curvature gauss_newton batches losses progress preserve "
+    "statistics cost kfac",
+    "greedy": "errors records progress",
+    "quadratic": "",
+    "quotas": "errors records greedy",
+    "selection": "errors records mask cost greedy quadratic quotas",
     "verify": "errors batches flow",
     "checkpoint": "errors archive records layers scatter recipe preserve gates mask",
     "surgery": "errors recipe flow mask cost verify checkpoint",
+    "eigendamage": "errors ranks records scatter batches losses structures passes preserve kfac criteria cost verify "
+    "checkpoint",
     "widening": "errors recipe flow structures verify surgery",
     "latency": "errors batches preserve",
     "prune": "records batches losses flow structures criteria mask cost selection surgery checkpoint",
@@ -48,9 +56,17 @@ ALLOWED = {
     "data": "errors progress",
     "training": "errors ranks archive batches losses preserve progress data",
     "sosp": "errors records flow structures passes criteria mask cost selection surgery widening latency checkpoint "
-    "prune nets data training",
-    "demo": "sosp progress",
-    "cli": "sosp demo",
+    "prune eigendamage nets data training",
+    "usercode": "errors",
+    "models": "errors archive checkpoint nets usercode",
+    "options": "errors",
+    "config": "errors records structures criteria selection surgery nets training options",
+    "runs": "errors config",
+    "pipeline": "errors ranks batches losses records flow structures criteria mask cost selection surgery latency "
+    "checkpoint data training models config runs",
+    "demo": "errors sosp runs",
+    "cli": "errors progress ranks mask cost checkpoint training sosp models options config runs pipeline demo",
+    "__main__": "cli",
 }
 
 # In the order of the flow.

@@ -1,63 +1,95 @@
-"""The demo: repeatable, leaves the random state alone, and ends in the table it promises."""
+"""The demo: repeatable, leaves the random state alone, ends in its table, writes only into its own folder."""
 
-import io
+import json
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 import sosp
+from commands import call, lines, refusal
 from sosp import demo
 
-SETTINGS = demo.Settings()
-BRIEF = demo.Schedule(epochs=1, rate=0.05)
-SMALL = demo.Settings(methods=("sosp-h", "random"), ratios=(0.3,), examples=50, training=BRIEF, tuning=BRIEF)
+SMALL = demo.Settings(
+    examples=50,
+    training=replace(sosp.SCHEDULES["digits"], epochs=1),
+    tuning=replace(sosp.SCHEDULES["finetune-digits"], epochs=1),
+)
 
 
-def quick_network(seed: int) -> torch.nn.Module:
-    model = demo.new_network(seed)
-    demo.train(model, demo.digits(0)[0], replace(BRIEF, seed=seed))
-    return model
+@pytest.fixture(autouse=True)
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "Settings", lambda: SMALL)
+    monkeypatch.setattr(demo, "RUNS", 1)
+    return tmp_path
 
 
-def test_digits_are_split_once() -> None:
-    (x, y), (x_test, y_test) = demo.digits(0)
-    assert (x.shape, y.shape) == ((1347, 1, 8, 8), (1347,))
-    assert (x_test.shape, y_test.shape) == ((450, 1, 8, 8), (450,))
-    assert set(y_test.tolist()) == set(range(10))
-    assert torch.equal(x, demo.digits(0)[0][0])
+def without_times(rows: list[demo.Row]) -> list[demo.Row]:
+    return [replace(row, latency=0.0) for row in rows]
+
+
+def test_the_rows(quick: Path) -> None:
+    said: list[str] = []
+    rows = demo.run(quick / "d", said.append)
+    names = ["trained", "sosp-h: pruned", "sosp-h: fine-tuned", "random: pruned", "random: fine-tuned"]
+    assert [row.network for row in rows] == names
+    assert len(said) == 3
+    trained, pruned, tuned, *_ = rows
+    assert (trained.params, trained.macs) == (77754, 763520)
+    assert (pruned.params, pruned.macs) == (tuned.params, tuned.macs)
+    assert pruned.params < 0.6 * trained.params
+    assert all(row.latency > 0 for row in rows)
+    assert trained.accuracy > 0.8  # after one epoch
+
+
+def test_it_is_repeatable_and_leaves_the_random_state_alone(quick: Path) -> None:
+    before = torch.random.get_rng_state()
+    threads = torch.get_num_threads()
+    first, again = (demo.run(quick / "d", lambda line: None) for _ in range(2))
+    assert without_times(first) == without_times(again)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.get_num_threads() == threads
+    other = demo.run(quick / "e", lambda line: None, replace(SMALL, seed=1))
+    assert without_times(other) != without_times(first)
+
+
+def test_the_printed_lines_load_the_network_of_the_table(quick: Path) -> None:
+    found = call("demo")
+    assert found.exit_code == 0, found.output
+    assert "runs/demo/small.safetensors. Load it with:" in found.stdout
+    code = [line.strip() for line in found.stdout.splitlines()][-3:]
+    there: dict[str, Any] = {}
+    exec("\n".join(code), there)
+    row = json.loads((quick / "runs" / "demo" / "demo.json").read_text())["rows"][2]
+    assert f"{row['accuracy']:.2%}" in found.stdout
+    assert sosp.evaluate(there["model"], sosp.data.digits().test).top1 == row["accuracy"]
+    assert sum(p.numel() for p in there["model"].parameters()) == row["params"]
+
+
+def test_as_json(quick: Path) -> None:
+    (facts,) = lines("demo", "--out", "mine")
+    assert facts["network"] == "mine/small.safetensors"
+    assert len(facts["rows"]) == 5
+
+
+def test_another_folder_is_left_alone(quick: Path) -> None:
+    (quick / "notes").mkdir()
+    (quick / "notes" / "todo.txt").write_text("sleep")
+    assert "notes: holds something else than an earlier demo" in refusal("demo", "--out", "notes")
+    assert [p.name for p in (quick / "notes").iterdir()] == ["todo.txt"]
 
 
 def test_missing_scikit_learn_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(sosp.errors.SospError, match=r"sosp\[demo\]"):
-        demo.digits(0)
+    assert "pip install 'sosp[demo]'" in refusal("demo")
 
 
-def test_training_is_repeatable_and_leaves_the_random_state_alone() -> None:
-    before = torch.random.get_rng_state()
-    first, again, other = quick_network(3), quick_network(3), quick_network(4)
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert torch.equal(first.head.weight, again.head.weight)
-    assert not torch.equal(first.head.weight, other.head.weight)
-
-
-def test_the_trained_network_reaches_97_percent() -> None:
-    train_set, test_set = demo.digits(SETTINGS.seed)
-    model = demo.new_network(SETTINGS.seed)
-    demo.train(model, train_set, SETTINGS.training)
-    assert demo.accuracy(model, test_set) >= 0.97
-
-
-def test_the_whole_job_on_a_small_scale() -> None:
-    printed = io.StringIO()
-    unpruned, *rows = demo.run(Console(file=printed, width=120), SMALL)
-    assert (unpruned.method, unpruned.ratio, unpruned.removed) == ("unpruned", 0.0, 0)
-    assert [(row.method, row.ratio) for row in rows] == [("sosp-h", 0.3), ("random", 0.3)]
-    # 16 (stem) + 2 x 16 + 2 x 32 + 2 x 32 = 176 filters; the 32 of the skip's convolution stay.
-    assert [row.removed for row in rows] == [round(0.3 * 176)] * 2
-    assert all(0 <= row.shrunk <= 1 and 0 <= row.tuned <= 1 and row.seconds >= 0 for row in rows)
-    assert all(row.parameters < 0.8 * unpruned.parameters for row in rows)
-    assert all(row.method in printed.getvalue() for row in [unpruned, *rows])
+def test_the_defaults_make_a_network_worth_pruning() -> None:
+    settings = type(SMALL)()
+    data = sosp.data.digits()
+    trained = sosp.train(demo.new_network(settings.seed), data, settings.training, seed=settings.seed)
+    assert sosp.evaluate(trained.model, data.test).top1 >= 0.97

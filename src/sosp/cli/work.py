@@ -1,0 +1,170 @@
+"""The commands that make a run: train, prune, finetune, run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sosp import ranks
+from sosp.cli.flags import DryRun, Resume, Sections, takes
+from sosp.cli.screen import Screen
+from sosp.cli.targets import before_pruning, sections_for
+from sosp.cli.words import budget, duration, large, loading, results_table
+from sosp.config import Config, as_flag, build, placed, read
+from sosp.errors import ArgumentError
+from sosp.models import parse
+from sosp.pipeline import FLEXIBLE, Job, carry_out, describe, estimate, name_of, prepare
+from sosp.runs import Record, Run, is_run, opened, read_record
+
+NAMES = "sosp:resnet56, torchvision:resnet50, timm:convnext_atto, hf:FOLDER, file.py:function or module:function"
+Network = Annotated[str, typer.Argument(metavar="MODEL", help=f"{NAMES}.")]
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|RUN", help=f"{NAMES}; or the folder of a run, which says its network, weights and data."
+    ),
+]
+
+
+@takes("model", "data", "train", "run")
+def train(model: Network, given: Sections, screen: Screen, dry_run: DryRun = False, resume: Resume = False) -> None:
+    """Train a network.
+
+    sosp train sosp:resnet56 --data cifar10 --data-dir datasets
+    """
+    sections, _ = sections_for(model, given)
+    launch(build(sections, as_flag), "train", screen, dry_run, resume)
+
+
+@takes("model", "data", "prune", "run")
+def prune(model: Target, given: Sections, screen: Screen, dry_run: DryRun = False, resume: Resume = False) -> None:
+    """Score a trained network, remove what it needs least, and save the smaller one.
+
+    sosp prune runs/train-resnet56-cifar10-seed0 --macs 0.5
+    sosp prune torchvision:resnet50 --weights r50.pth --data imagenet --data-dir imagenet --ratio 0.3
+    """
+    sections, _ = sections_for(model, given)
+    launch(build(sections, as_flag), "prune", screen, dry_run, resume)
+
+
+@takes("model", "data", "finetune", "run")
+def finetune(model: Target, given: Sections, screen: Screen, dry_run: DryRun = False, resume: Resume = False) -> None:
+    """Train a pruned network further.
+
+    sosp finetune runs/prune-resnet56-cifar10-sosp-h-macs0.5-seed0 --epochs 40 --rate 0.01
+    """
+    sections, record = sections_for(model, given)
+    how, name = sections["finetune"], None
+    if record is not None:
+        folder = Path(model).resolve() if is_run(model) else Path(model).resolve().parent
+        name = f"finetune-{folder.name}"
+        if how.get("distill") and "teacher" not in how and (teacher := before_pruning(record, folder)) is not None:
+            sections["finetune"] = {**how, "teacher": teacher}
+    launch(build(sections, as_flag), "finetune", screen, dry_run, resume, name=name)
+
+
+@takes("run")
+def run(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG|RUN", help="A TOML file; or the folder of a run to go on with.")
+    ],
+    given: Sections,
+    screen: Screen,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+) -> None:
+    """Train, prune and fine-tune as a file says, or go on with a run.
+
+    The file has the sections \\[model], \\[data], \\[train], \\[prune], \\[finetune] and \\[run]. Their keys are the
+    options of the commands, with name in \\[model], and name and folder in \\[data] for --data and --data-dir. A stage
+    runs if its section is there. Paths in it start from the current folder.
+    """
+    if is_run(config):
+        _go_on(config, given, screen, dry_run)
+        return
+    found = placed(read(config), given["run"])
+    if not found.stages:
+        raise ArgumentError(f"{config}: says nothing to do; write a section [train], [prune] or [finetune].")
+    launch(found, "run", screen, dry_run, resume, name=Path(config).stem)
+
+
+def _go_on(folder: str, given: Sections, screen: Screen, dry_run: bool) -> None:
+    """With the run that is in a folder; only the device may be another."""
+    if extra := [key for key in given["run"] if key != "device"]:
+        raise ArgumentError(f"{folder} is a run already: {as_flag('run', extra[0])} cannot be changed.")
+    config = placed(read_record(folder).config, {**given["run"], "out": folder})
+    launch(config, "run", screen, dry_run, True)
+
+
+# --- what they share ------------------------------------------------------------------------------------
+
+
+def launch(
+    config: Config, command: str, screen: Screen, dry_run: bool, resume: bool, *, name: str | None = None
+) -> None:
+    """Carry a config out in its folder, or say what that would be."""
+    job = prepare(config)
+    if job.config.train is None:
+        warn_if_fresh(job, screen)
+    place = job.config.run
+    folder = Path(place.out) if place.out else Path("runs") / (place.name or name or name_of(job.config, command))
+    if dry_run:
+        show_plan(job, folder, screen)
+        return
+    record = describe(job.config, ["sosp", *sys.argv[1:]])
+    with everywhere(folder, record, resume) as run:
+        screen.run = run
+        screen.tell({"event": "run", "folder": str(folder), "config": job.config.as_dict()})
+        screen.say(f"Run {folder}: {job.config.model.name} on {job.dataset.name}, {job.device}")
+        show_results(job.config, run, carry_out(job, run, screen), screen)
+
+
+def warn_if_fresh(job: Job, screen: Screen) -> None:
+    """A network of ours or of a package without weights is as good as random."""
+    if job.config.model.weights is None and parse(job.config.model.name)[0] in FLEXIBLE:
+        screen.warn(f"{job.config.model.name} has no weights (--weights): it is as it was initialised.")
+
+
+@contextmanager
+def everywhere(folder: Path, record: Record, resume: bool) -> Iterator[Run]:
+    """The run, opened by the first process; the others read along."""
+    with ExitStack() as stack:
+        if ranks.is_main():
+            found = stack.enter_context(opened(folder, record, must_exist=resume))
+        ranks.wait()
+        if not ranks.is_main():
+            found = stack.enter_context(opened(folder, record, writes=False))
+        yield found
+
+
+def show_results(config: Config, run: Run, results: Mapping[str, Any], screen: Screen) -> None:
+    file = run.file(config.stages[-1])
+    screen.tell({"event": "result", "folder": str(run.folder), "network": str(file), "results": results})
+    screen.say(results_table(results), f"Saved: {file}", *(f"  {line}" for line in loading(config, str(file))))
+
+
+def show_plan(job: Job, folder: Path, screen: Screen) -> None:
+    """A dry run: what would be done, in which folder, at what cost."""
+    found = estimate(job)
+    screen.tell({"event": "plan", "folder": str(folder), "config": job.config.as_dict(), **found})
+    network = found.pop("network")
+    size = f"{network['params']:,} parameters, {large(network['macs'])} MACs"
+    screen.say(f"{job.config.model.name}: {size}, on {network['device']}")
+    for stage, facts in found.items():
+        screen.say(f"{stage}: {plan_words(facts)}")
+    state = "is there already" if is_run(folder) else "would be made"
+    screen.say(f"Run {folder} {state}. Nothing was done.")
+
+
+def plan_words(facts: Mapping[str, Any]) -> str:
+    if "epochs" in facts:
+        size = f"{facts['epochs']} epochs of {facts['images'] // max(facts['epochs'], 1):,} images"
+        cost = f"{facts['steps']:,} steps, {large(facts['macs'])} MACs, about {duration(facts['seconds'])}"
+        return f"{size} in batches of {facts['batch']}, {cost}"
+    size = f"{facts['examples']:,} examples, {facts['structures']:,} structures"
+    return f"{facts['method']} on {size}, {budget(facts['budget'])}"

@@ -1,0 +1,128 @@
+"""What an option is: its kind, its limits, its words of help; from here come the keys of a config and the flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sosp.errors import ArgumentError, nearest, one_of
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What values an option takes."""
+
+    wanted: str  # "a whole number", for messages
+    plain: Any  # the type that the command line parses it as
+    read: Callable[[Any], Any]  # the value in its type; ValueError for anything else
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) and value else _no()
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else _no()
+
+
+def _number(value: Any) -> float:
+    fine = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if fine else _no()
+
+
+def _flag(value: Any) -> bool:
+    return value if isinstance(value, bool) else _no()
+
+
+def _many(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    return lambda value: tuple(map(read, value)) if isinstance(value, (list, tuple)) else _no()
+
+
+def _shape(value: Any) -> str:
+    """``3x32x32``."""
+    sizes = value.lower().split("x") if isinstance(value, str) else _no()
+    return value.lower() if all(size.isascii() and size.isdigit() and int(size) for size in sizes) else _no()
+
+
+def _widths(value: Any) -> float | dict[str, float]:
+    """A factor, or ``{"layer1": 2.0}``, which the command line writes as ``layer1=2.0,conv1=1.5``."""
+    if isinstance(value, Mapping):
+        return _shares(value)
+    if not isinstance(value, str):
+        return _number(value)
+    return _shares(value) if "=" in value else float(value)
+
+
+def _shares(value: Any) -> dict[str, float]:
+    """The same without a factor for all."""
+    if isinstance(value, Mapping):
+        return {str(name): _number(share) for name, share in value.items()}
+    parts = value.split(",") if isinstance(value, str) else _no()
+    return {name.strip(): float(share) for name, _, share in (part.partition("=") for part in parts)}
+
+
+def _no() -> Any:
+    raise ValueError
+
+
+TEXT = Kind("a text", str, _text)
+WHOLE = Kind("a whole number", int, _whole)
+NUMBER = Kind("a number", float, _number)
+FLAG = Kind("true or false", bool, _flag)
+TEXTS = Kind("a list of texts", list[str], _many(_text))
+NUMBERS = Kind("a list of numbers", list[float], _many(_number))
+SHAPE = Kind("a shape such as 3x32x32", str, _shape)
+SHARES = Kind("layers with a number each", str, _shares)
+WIDTHS = Kind("a number, or layers with one each", str, _widths)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One key of a section, and the flag that means the same."""
+
+    kind: Kind
+    help: str
+    choices: tuple[str, ...] = ()
+    low: float = -math.inf
+    high: float = math.inf
+    flag: str | None = None  # where it is not the key's own name; "" where the command line has none
+    shown: str | None = None  # the default in words, where None stands for something
+
+    def check(self, value: Any, label: str) -> Any:
+        """The value in its type; refuse anything else, and say under which name it was given."""
+        try:
+            found = self.kind.read(value)
+        except ValueError:
+            raise ArgumentError(f"{label} should be {self.kind.wanted}, not {value!r}.") from None
+        if self.choices:
+            one_of(label, found, self.choices)
+        if isinstance(found, (int, float)) and not self.low <= found <= self.high:
+            span = f"{self.low:g} at least" if self.high == math.inf else f"from {self.low:g} to {self.high:g}"
+            raise ArgumentError(f"{label}={value!r} must be {self.kind.wanted}, {span}.")
+        return found
+
+
+def option(kind: Kind, help: str, default: Any = None, **more: Any) -> Any:
+    """A field of a section."""
+    return dataclasses.field(default=default, metadata={"option": Option(kind, help, **more)})
+
+
+def options_of(section: type) -> dict[str, Option]:
+    """Key -> option, in the order of the section."""
+    return {f.name: f.metadata["option"] for f in dataclasses.fields(section)}
+
+
+def checked(section: type, given: Mapping[str, Any], label: Callable[[str], str]) -> dict[str, Any]:
+    """The given values in their types; a key that the section does not have is refused with the nearest."""
+    known = options_of(section)
+    for key in given:
+        if key not in known:
+            raise ArgumentError(f"{label(key)} is not known.{nearest(key, known)} Known are: {_list(known)}.")
+    return {key: known[key].check(value, label(key)) for key, value in given.items()}
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,8 @@
+"""Train, prune, fine-tune: the stages of a run, one after the other, each resumed where it was left. Prints nothing."""
+
+from sosp.pipeline.estimate import estimate
+from sosp.pipeline.job import FLEXIBLE, Job, prepare
+from sosp.pipeline.origin import describe, name_of
+from sosp.pipeline.stages import Watcher, carry_out
+
+__all__ = ["FLEXIBLE", "Job", "Watcher", "carry_out", "describe", "estimate", "name_of", "prepare"]

@@ -1,0 +1,71 @@
+"""What a run would do and cost, without doing it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from sosp.batches import call
+from sosp.config import Pruning
+from sosp.cost import count
+from sosp.losses import logits_of
+from sosp.pipeline.job import Job, structures_for
+
+PASSES = 3  # a training step costs a forward pass and, in weights and activations, two more
+
+
+def estimate(job: Job) -> dict[str, Any]:
+    """Stage -> what it would do; the seconds are those of a small batch here and now, scaled up."""
+    cost = count(job.start, job.example)
+    found: dict[str, Any] = {"network": {"params": cost.params, "macs": cost.macs, "device": str(job.device)}}
+    each = _seconds_per_image(job) if job.config.stages else 0.0
+    for stage in job.config.stages:
+        if stage == "prune":
+            assert job.config.prune is not None
+            found[stage] = _pruning(job, job.config.prune)
+        else:
+            found[stage] = _training(job, stage, cost.macs, each)
+    return found
+
+
+def _training(job: Job, stage: str, macs: int, each: float) -> dict[str, Any]:
+    schedule = getattr(job.config, stage).plan()
+    images = schedule.epochs * len(job.dataset.train)
+    return {
+        "epochs": schedule.epochs,
+        "batch": schedule.batch,
+        "steps": schedule.epochs * job.dataset.train.steps(schedule.batch),
+        "images": images,
+        "macs": PASSES * macs * images,
+        "seconds": each * images,
+    }
+
+
+def _pruning(job: Job, section: Pruning) -> dict[str, Any]:
+    return {
+        "method": section.method,
+        "structures": len(structures_for(job, job.start)),
+        "budget": section.budget,
+        "examples": min(section.examples, len(job.dataset.train)),
+    }
+
+
+def _seconds_per_image(job: Job) -> float:
+    """Of a training step, on the example."""
+    model = copy.deepcopy(job.start).train()
+    _step(model, job.example)
+    started = time.perf_counter()
+    _step(model, job.example)
+    return (time.perf_counter() - started) / len(job.example)
+
+
+def _step(model: nn.Module, example: Any) -> None:
+    with torch.enable_grad():
+        logits = logits_of(call(model, example))
+        torch.autograd.grad(logits.float().sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+    if logits.is_cuda:
+        torch.cuda.synchronize()

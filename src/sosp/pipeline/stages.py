@@ -1,0 +1,185 @@
+"""The stages of a run: train, prune, fine-tune. Each takes a network and leaves a file and its figures behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from sosp import ranks
+from sosp.checkpoint import save
+from sosp.config import Pruning, Training
+from sosp.cost import Cost, count, whole_cost
+from sosp.criteria import score
+from sosp.flow import trace
+from sosp.flow.layout import Style
+from sosp.latency import latency
+from sosp.mask import Mask
+from sosp.pipeline.job import Job, mask_of, structures_for, teacher_for
+from sosp.records import Saliency
+from sosp.runs import Run
+from sosp.selection import select
+from sosp.surgery import shrink_along
+from sosp.training import Epoch, Moment, evaluate, recalibrate, train
+
+BATCH = 250  # of the data that is scored with; passes cut it to what fits
+
+
+class Watcher(Protocol):
+    """Who is told how a run goes."""
+
+    def event(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Something happened that is worth a line."""
+        ...
+
+    def step(self, stage: str, done: int, total: int, moment: Moment) -> None:
+        """So many steps of a training are done."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Stand:
+    """Where a run stands when a stage begins."""
+
+    model: nn.Module
+    before: nn.Module | None  # the network before pruning
+    mask: Mask | None
+
+
+# --- training and fine-tuning ---------------------------------------------------------------------------
+
+
+def run_training(stage: str, job: Job, stand: Stand, run: Run, watch: Watcher) -> dict[str, Any]:
+    """Train the network, save the result; its figures."""
+    section: Training = getattr(job.config, stage)
+    schedule = section.plan()
+    watch.event("begin", {"stage": stage, "epochs": schedule.epochs, "schedule": asdict(schedule)})
+
+    def on_epoch(name: str, epoch: Epoch) -> None:
+        watch.event("epoch", {"stage": stage, "epochs": schedule.epochs, **asdict(epoch)})
+
+    started = time.perf_counter()
+    trained = train(
+        stand.model,
+        job.dataset,
+        schedule,
+        folder=run.checkpoints(stage),
+        seed=job.config.run.seed,
+        device=job.device,
+        speed=section.speed,
+        teacher=teacher_for(job, stage, stand.before),
+        on_epoch=on_epoch,
+        on_step=lambda done, total, moment: watch.step(stage, done, total, moment),
+        save_every=section.save_every,
+    )
+    model = plain(trained.average if trained.average is not None else trained.model)
+    seconds = time.perf_counter() - started
+    _keep(run, stage, model, stand.mask)
+    once = latency(model, job.example).median
+    return {"epochs": schedule.epochs, "seconds": seconds, **figures(job, model, once)}
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """In eval mode and in the usual layout, whatever made training fast."""
+    return model.to(memory_format=torch.contiguous_format).eval()  # type: ignore[call-overload]
+
+
+# --- pruning --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A network that was made smaller."""
+
+    model: nn.Module
+    mask: Mask
+    saliency: Saliency
+    before: Cost
+    after: Cost
+    scoring: float  # seconds
+
+
+def run_pruning(stage: str, job: Job, stand: Stand, run: Run, watch: Watcher) -> dict[str, Any]:
+    """Score, select, shrink, save; the figures before and after."""
+    section = job.config.prune
+    assert section is not None
+    watch.event("begin", {"stage": stage, "method": section.method, "budget": section.budget})
+    found = cut(job, stand.model, section)
+    small = found.model
+    if section.recalibrate:
+        small = recalibrate(small, job.dataset.train, seed=job.config.run.seed)
+    times = latency({"before": stand.model, "after": small}, job.example)
+    _keep(run, stage, small, found.mask)
+    return {
+        "method": section.method,
+        "structures": found.mask.structures,
+        "removed": found.mask.chosen,
+        "scoring_seconds": found.scoring,
+        "before": figures(job, stand.model, times["before"].median, found.before),
+        **figures(job, small, times["after"].median, found.after),
+    }
+
+
+def cut(job: Job, model: nn.Module, section: Pruning) -> Cut:
+    """The smaller network, by what the section says."""
+    structures = structures_for(job, model)
+    train_set = job.dataset.train
+    examples = min(section.examples, len(train_set))
+    started = time.perf_counter()
+    saliency = score(
+        model,
+        train_set.subset(examples, job.config.run.seed).to(job.device).ordered(batch=BATCH),
+        method=section.method,
+        structures=structures,
+        examples=examples,
+        generator=torch.Generator().manual_seed(job.config.run.seed),
+        objective=section.objective,
+        classes=section.samples,
+    )
+    scoring = time.perf_counter() - started
+    flow = structures.flow or trace(model, job.example)
+    while True:
+        mask = select(saliency, **section.choice)
+        known = len(flow.graph.pins)
+        small, after = shrink_along(model, mask, job.example, flow, Style(section.join, section.round_to))
+        # Building it may show that the code fixes a width nobody knew of: the budget is then met with it in view.
+        if len(flow.graph.pins) == known or not {"params", "macs"} & section.budget.keys():
+            return Cut(small, mask, saliency, whole_cost(flow), after, scoring)
+
+
+# --- what all stages share ------------------------------------------------------------------------------
+
+
+def figures(job: Job, model: nn.Module, seconds: float, cost: Cost | None = None) -> dict[str, Any]:
+    """Accuracy on the test data, parameters, MACs, and the time that was measured for one call on the example."""
+    cost = cost or count(model, job.example)
+    tested = {} if job.data is None else asdict(evaluate(model, job.data.test, device=job.device))
+    return {**tested, "params": cost.params, "macs": cost.macs, "latency": seconds}
+
+
+def _keep(run: Run, stage: str, model: nn.Module, mask: Mask | None) -> None:
+    if run.writes:
+        save(run.file(stage), model, mask)
+
+
+STAGES = {"train": run_training, "prune": run_pruning, "finetune": run_training}
+
+
+def carry_out(job: Job, run: Run, watch: Watcher) -> dict[str, Any]:
+    """All stages that are not done yet, one after the other; the results of all."""
+    stand = Stand(job.start, None, mask_of(job.config.model.weights))
+    for stage in job.config.stages:
+        if not run.done(stage):
+            found = STAGES[stage](stage, job, stand, run, watch)
+            run.finish(stage, found)
+            watch.event("end", {"stage": stage, "file": str(run.file(stage)), **found})
+        ranks.wait()
+        # Always from the file: a run that was interrupted goes on with the same numbers as one that was not.
+        model = job.loaded(run.file(stage))
+        before = stand.model if stage == "prune" else stand.before
+        stand = replace(stand, model=model, before=before, mask=mask_of(run.file(stage)))
+    return run.results

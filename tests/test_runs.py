@@ -1,0 +1,148 @@
+"""The folder of a run: who may write into it, who goes on with it, and that nothing is overwritten."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sosp.config import build
+from sosp.errors import RunError
+from sosp.runs import CONFIG, Record, Run, is_run, network_of, opened, read_record, write_json
+
+
+def record(digests: dict[str, str] | None = None, **sections: Any) -> Record:
+    config = build({"model": {"name": "sosp:resnet20"}, "prune": {"ratio": 0.5}, **sections})
+    return Record(config, digests or {}, {"sosp": "0.1.0"})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_new_run_keeps_its_config(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "run"
+    with opened(folder, record()) as run:
+        assert run.folder == folder
+    assert is_run(folder)
+    again = read_record(folder)
+    assert (again.config, again.origin["sosp"]) == (record().config, "0.1.0")
+
+
+def test_the_same_run_goes_on(tmp_path: Path) -> None:
+    with opened(tmp_path, record()) as run:
+        run.finish("prune", {"top1": 0.5})
+    elsewhere = record(run={"device": "cpu", "name": "other"})
+    with opened(tmp_path, elsewhere, must_exist=True) as run:
+        assert run.results == {"prune": {"top1": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("other", "gap"),
+    [
+        (record(prune={"ratio": 0.6}), r"\[prune\] ratio was 0.5 and is 0.6"),
+        (record(run={"seed": 1}), r"\[run\] seed was 0 and is 1"),
+        (record(train={}), r"\[train\] is new"),
+        (
+            record({"model.weights": "abc"}, model={"name": "sosp:resnet20", "weights": "w"}),
+            r"\[model\] weights was not",
+        ),
+    ],
+)
+def test_another_run_is_refused_and_nothing_changes(other: Record, gap: str, tmp_path: Path) -> None:
+    with opened(tmp_path, record()) as run:
+        run.finish("prune", {"top1": 0.5})
+    before = contents(tmp_path)
+    with pytest.raises(RunError, match=f"holds another run: {gap}"), opened(tmp_path, other):
+        pass
+    assert contents(tmp_path) == before
+
+
+def test_files_are_compared_by_what_is_in_them(tmp_path: Path) -> None:
+    here, moved, changed = (
+        record({"model.weights": digest}, model={"name": "sosp:resnet20", "weights": path})
+        for digest, path in (("a1", "one.pth"), ("a1", "two.pth"), ("b2", "one.pth"))
+    )
+    with opened(tmp_path, here):
+        pass
+    with opened(tmp_path, moved):
+        pass
+    with pytest.raises(RunError, match='weights was "sha256 a1" and is "sha256 b2"'), opened(tmp_path, changed):
+        pass
+
+
+def test_folders_that_hold_something_else(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(RunError, match=r"holds thesis.tex, but no run"), opened(tmp_path, record()):
+        pass
+    with pytest.raises(RunError, match="is a file; a run needs a folder"), opened(tmp_path / "thesis.tex", record()):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RunError, match="there is no run to resume"),
+        opened(tmp_path / "new", record(), must_exist=True),
+    ):
+        pass
+    assert not (tmp_path / "new").exists()
+
+
+def test_only_one_process_writes(tmp_path: Path) -> None:
+    with opened(tmp_path, record()):
+        with pytest.raises(RunError, match="another process is writing there"), opened(tmp_path, record()):
+            pass
+        with opened(tmp_path, record(), writes=False) as reader:
+            reader.finish("prune", {})
+            reader.note({"event": "x"})
+    assert contents(tmp_path).keys() == {CONFIG, ".lock"}
+    with opened(tmp_path, record()) as run:
+        assert run.writes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "was not written by sosp, or by a newer one"),
+        ('{"format": 2}', "was not written by sosp, or by a newer one"),
+        ('{"format": 1}', "is not the config of a run"),
+        (
+            '{"format": 1, "digests": {}, "config": {"model": {"nam": "a"}}}',
+            "is not the config of a run .*Did you mean",
+        ),
+    ],
+)
+def test_a_damaged_config(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text(text)
+    with pytest.raises(RunError, match=message):
+        read_record(tmp_path)
+
+
+def test_the_network_of_a_run_is_that_of_its_last_stage(tmp_path: Path) -> None:
+    with opened(tmp_path, record(train={})) as run:
+        with pytest.raises(RunError, match=r"no stage of this run is done\. Go on with it: sosp run"):
+            network_of(tmp_path)
+        run.file("train").write_bytes(b"")
+        run.finish("train", {})
+        run.finish("prune", {})  # but its file is not there
+        assert network_of(tmp_path)[1] == tmp_path / "model.safetensors"
+        run.file("prune").write_bytes(b"")
+        assert network_of(tmp_path)[1] == tmp_path / "small.safetensors"
+
+
+def test_metrics_are_lines_of_json(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.note({"epoch": 1})
+    run.note({"epoch": 2, "folder": Path("x")})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"epoch": 1}, {"epoch": 2, "folder": "x"}]
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"good": 1})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "a.json", {"bad": float("nan")})
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+    assert json.loads((tmp_path / "a.json").read_text()) == {"good": 1}
