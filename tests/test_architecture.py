@@ -53,11 +53,11 @@ ALLOWED = {
     "latency": "errors batches preserve",
     "prune": "records batches losses flow structures criteria mask cost selection surgery checkpoint",
     "nets": "errors",
-    "data": "errors progress",
+    "usercode": "errors",
+    "data": "errors progress usercode",
     "training": "errors ranks archive batches losses preserve progress data",
     "sosp": "errors records flow structures passes criteria mask cost selection surgery widening latency checkpoint "
     "prune eigendamage nets data training",
-    "usercode": "errors",
     "models": "errors archive checkpoint nets usercode",
     "options": "errors",
     "config": "errors records structures criteria selection surgery nets training options",

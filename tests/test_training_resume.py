@@ -409,7 +409,13 @@ def test_what_killed_writers_left_is_cleared_away(half: Path) -> None:
     (half / rubbish[0]).write_bytes((half / checkpoint(5)).read_bytes()[:500])
     (half / rubbish[1]).write_bytes((half / checkpoint(5)).read_bytes()[:300])
     (half / rubbish[2]).write_bytes(b"")
-    theirs = {".tmpNotes1": b"somebody's notes", ".tmp": b"", "notes.tmp": b"x", f"{checkpoint(3)}.bak": b"y"}
+    theirs = {
+        ".tmpNotes1": b"somebody's notes",
+        ".tmpNotes2": b"x",
+        ".tmp": b"",
+        "notes.tmp": b"x",
+        f"{checkpoint(3)}.bak": b"y",
+    }
     for name, content in theirs.items():
         (half / name).write_bytes(content)
     run(dropping(), half)

@@ -207,7 +207,7 @@ def kills(folder: Path) -> None:
     steps = [""]
     for kill in range(KILLS):
         pid = child(lambda: train_for_kills(folder / "killed"), folder / "killed.pt")
-        end = time.monotonic() + 5
+        end = time.monotonic() + 2
         while kill % 2 and newest(folder / "killed") == steps[-1] and time.monotonic() < end:
             time.sleep(1e-4)  # every other time once it has gone on a little, so that a busy machine gets on as well
         time.sleep(dice.uniform(0, 1.5 * whole / KILLS))

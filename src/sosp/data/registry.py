@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +15,7 @@ from sosp.data.folders import folder as image_folder
 from sosp.data.resident import Resident
 from sosp.data.source import Dataset
 from sosp.errors import ArgumentError, DataError, nearest
+from sosp.usercode import function
 
 IN_FOLDERS: dict[str, Callable[[str | os.PathLike[str]], Dataset]] = {
     "cifar10": cifar10,
@@ -57,44 +53,8 @@ def load(name: str, folder: str | os.PathLike[str] | None = None) -> Dataset:
 
 
 def _own(name: str, folder: str | os.PathLike[str] | None) -> Dataset:
-    function = _function(name)
-    return understood(function() if folder is None else function(folder), name)
-
-
-# --- the user's function --------------------------------------------------------------------------------
-
-
-def _function(name: str) -> Callable[..., Any]:
-    place, _, wanted = name.rpartition(":")
-    module = _file(Path(place).expanduser()) if place.endswith(".py") else _module(place)
-    found = getattr(module, wanted, None)
-    if not callable(found):
-        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise DataError(f"{place} has no function {wanted!r}.{nearest(wanted, public)}")
-    return found
-
-
-def _file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise DataError(f"there is no file {path} (looked for from {Path.cwd()}).")
-    name = f"sosp_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # the name ends with .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses in it look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-def _module(place: str) -> ModuleType:
-    try:
-        return importlib.import_module(place)
-    except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{place}.".startswith(f"{error.name}."):
-            raise DataError(f"there is no module {place!r} to import; of a file give the path, with .py.") from error
-        raise  # something that the user's module needs
-    except (TypeError, ValueError) as error:  # '' or '.name'
-        raise DataError(f"{place!r} is no name of a module; of a file give the path, with .py.") from error
+    made = function(name)
+    return understood(made() if folder is None else made(folder), name)
 
 
 def understood(found: Any, name: str) -> Dataset:

@@ -84,7 +84,7 @@ def _lengths(loader: Any, batch: int) -> tuple[int, int]:
     """Batches and examples of an epoch."""
     if is_source(loader):
         return loader.steps(batch), len(loader)
-    if isinstance(getattr(loader, "sampler", None), DistributedSampler):
+    if ranks.ranks() > 1 and isinstance(getattr(loader, "sampler", None), DistributedSampler):
         raise DataError("the loader has a DistributedSampler; give it a plain one: the ranks share every batch.")
     try:
         if isinstance(loader, Tensor | str) or not hasattr(loader, "__iter__"):

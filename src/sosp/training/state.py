@@ -117,7 +117,7 @@ def _is_ours(path: Path) -> bool:
         return False
     with open(path, "rb") as file:
         start = file.read(8 + len(OURS))
-    return OURS.startswith(start[8:])
+    return not start or (len(start) > 8 and OURS.startswith(start[8:]))
 
 
 def save(
