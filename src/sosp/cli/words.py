@@ -72,9 +72,15 @@ WORDS: dict[str, Callable[[Facts], str]] = {"begin": _begin, "epoch": _epoch, "e
 
 
 def results_table(results: Mapping[str, Facts]) -> Table:
-    """A row for every network that a run measured."""
+    """A row for every network that a run measured.
+
+    Latencies are those that pruning measured side by side: fine-tuning changes numbers, not shapes.
+    """
     rows: list[tuple[str, Facts]] = []
+    cut = results.get("prune")
+    times = {} if cut is None else {"train": cut["before"]["latency"], "finetune": cut["latency"]}
     for stage, facts in results.items():
+        facts = {**facts, "latency": times.get(stage, facts["latency"])}
         if stage == "prune":
             rows = [*(rows or [("before", facts["before"])]), (f"pruned by {facts['method']}", facts)]
         else:
