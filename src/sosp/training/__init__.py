@@ -1,6 +1,7 @@
 """Train, evaluate and recalibrate networks; nothing here knows of pruning."""
 
 from sosp.training.begin import train
+from sosp.training.companion import Companion
 from sosp.training.evaluation import Accuracy, evaluate
 from sosp.training.recalibration import recalibrate
 from sosp.training.results import Epoch, Moment, Trained
@@ -16,6 +17,7 @@ __all__ = [
     "Schedule",
     "SCHEDULES",
     "Speed",
+    "Companion",
     "evaluate",
     "Accuracy",
     "recalibrate",

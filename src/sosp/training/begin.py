@@ -11,6 +11,7 @@ from torch import nn
 
 from sosp.errors import ArgumentError, whole_number
 from sosp.preserve import refuse_uninitialised
+from sosp.training.companion import Companion
 from sosp.training.dice import chance
 from sosp.training.learner import Learner
 from sosp.training.loop import Job, OnEpoch, OnStep, Saving, Told
@@ -29,6 +30,7 @@ def train(
     device: torch.device | str | None = None,
     speed: Speed | None = None,
     teacher: nn.Module | None = None,
+    companion: Companion | None = None,
     on_epoch: OnEpoch | None = None,
     on_step: OnStep | None = None,
     save_every: float = 600.0,
@@ -43,7 +45,8 @@ def train(
     ``folder``: checkpoints go there after every epoch and every ``save_every`` seconds, and training goes on from the
     newest one, on a CPU bit for bit as if it had never stopped. ``on_epoch(name, epoch)`` and
     ``on_step(done, all, moment)`` are told how it goes. ``teacher``: the network whose outputs ``schedule.distill``
-    compares with. Ctrl-C saves first.
+    compares with. ``companion``: takes part in the training, with terms of the loss, parameters and steps of its own
+    (``sosp.training.Companion``). Ctrl-C saves first.
     """
     schedule = schedule_of(schedule)
     models = dict(model) if isinstance(model, Mapping) else {"": model}
@@ -58,7 +61,7 @@ def train(
         fastest_kernels(),
         chance(next(iter(seeds.values())), where),
     ):
-        learners = {n: Learner(m, schedule, fast, where, teacher) for n, m in models.items()}
+        learners = {n: Learner(m, schedule, fast, where, teacher, companion) for n, m in models.items()}
         found = Job(learners, data, schedule, seeds, saving, Told(on_epoch, on_step)).run()
     return found if isinstance(model, Mapping) else found[""]
 

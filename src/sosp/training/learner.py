@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sosp import ranks
 from sosp.batches import call
+from sosp.training.companion import Companion
 from sosp.training.feed import Batch
 from sosp.training.norms import over_all_ranks
 from sosp.training.objective import classes_of, correct, loss_sum, refuse_labels
@@ -21,7 +22,13 @@ class Learner:
     """A copy of a network that learns. Every number it needs from step to step is in ``tensors()``."""
 
     def __init__(
-        self, model: nn.Module, schedule: Schedule, speed: Speed, device: torch.device, teacher: nn.Module | None
+        self,
+        model: nn.Module,
+        schedule: Schedule,
+        speed: Speed,
+        device: torch.device,
+        teacher: nn.Module | None,
+        companion: Companion | None = None,
     ) -> None:
         self.schedule, self.speed, self.device = schedule, speed, device
         self.model = speed.placed(copy.deepcopy(model), device).train()
@@ -31,6 +38,10 @@ class Learner:
         self.fixed = {n for n, x in numbers(self.model).items() if not _finite(x)} if schedule.ema else set()
         self.run = torch.compile(self.model) if speed.compile else self.model
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.companion = copy.deepcopy(companion)
+        if self.companion is not None:
+            self.along = {f"companion/{n}": p for n, p in self.companion.begin(self.model).items()}
+            self.named |= self.along
         self.optimiser = torch.optim.SGD(
             list(self.named.values()),
             lr=torch.tensor(schedule.rate, device=device) if speed.graph else schedule.rate,
@@ -64,11 +75,21 @@ class Learner:
             self.classes = classes_of(outputs, batch.labels)
             self.refuse(batch)
             loss = loss_sum(outputs, batch.labels, self.schedule, self._taught(batch.inputs))
-        (loss / (batch.rows * batch.copies)).backward()
+            more = self._more(batch, outputs)
+        total = loss / (batch.rows * batch.copies)
+        (total if more is None else total + more / ranks.ranks()).backward()
         if ranks.ranks() > 1:
             self._add_up()
         self.optimiser.step()
+        if self.companion is not None:
+            with torch.no_grad():
+                self.companion.after(self.model, self.optimiser.param_groups[0]["lr"])
         self._note(loss.detach(), correct(outputs, batch.labels), batch)
+
+    def _more(self, batch: Batch, outputs: Any) -> Tensor | None:
+        if self.companion is None:
+            return None
+        return self.companion.loss(self.model, batch.inputs, outputs, batch.labels)
 
     @torch.no_grad()
     def _taught(self, x: Any) -> Any:
@@ -133,6 +154,9 @@ class Learner:
         """All numbers, by name; the tensors themselves."""
         found = {f"model/{n}": x for n, x in numbers(self.model).items()}
         found |= {f"average/{n}": x for n, x in numbers(self.average).items()}
+        if self.companion is not None:
+            found |= {n: p.detach() for n, p in self.along.items()}
+            found |= {f"companion/{n}": x for n, x in self.companion.tensors().items()}
         for name, p in self.named.items():
             momentum = self.optimiser.state[p].get("momentum_buffer")
             if momentum is not None:

@@ -91,7 +91,8 @@ class Job:
         if self.stop.wanted:  # in the last moment
             self.stop.go()
         return {
-            n: Trained(a.finished(), tuple(self.history[n]), a.averaged(), resumed) for n, a in self.learners.items()
+            n: Trained(a.finished(), tuple(self.history[n]), a.averaged(), resumed, a.companion)
+            for n, a in self.learners.items()
         }
 
     def _resume(self) -> None:

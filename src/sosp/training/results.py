@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from sosp.training.companion import Companion
 from sosp.training.evaluation import Accuracy
 
 
@@ -48,6 +49,7 @@ class Trained:
     history: tuple[Epoch, ...]
     average: nn.Module | None  # with the moving average of the weights
     resumed: int  # epochs that a checkpoint had already
+    companion: Companion | None = None  # this network's own
 
     @property
     def best(self) -> Epoch | None:
