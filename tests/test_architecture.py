@@ -60,10 +60,11 @@ ALLOWED = {
     "prune eigendamage nets data training",
     "models": "errors archive checkpoint nets usercode",
     "options": "errors",
-    "config": "errors records structures criteria selection surgery nets training options",
+    "comparison": "errors ranks records criteria mask cost selection structures surgery data training",
+    "config": "errors comparison records structures criteria selection surgery nets training options",
     "runs": "errors config",
-    "pipeline": "errors ranks batches losses records flow structures criteria mask cost selection surgery latency "
-    "checkpoint data training models config runs",
+    "pipeline": "errors ranks comparison batches losses records flow structures criteria mask cost selection "
+    "surgery latency checkpoint data training models config runs",
     "demo": "errors sosp runs",
     "cli": "errors progress ranks mask cost checkpoint training sosp models options config runs pipeline demo",
     "__main__": "cli",

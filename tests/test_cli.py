@@ -34,6 +34,8 @@ PRUNE = (
     "--method --ratio --params --macs --cap --scope --ratios --scale --objective --groups --gate --kind --exclude "
     "--downsampling --examples --samples --join --round-to --recalibrate"
 )
+COMPARE = "--methods --ratios --seeds --statistics"
+SOME = "--gate --groups --exclude --downsampling --examples"
 RUN = "--name --out --seed --device"
 SURFACE = {
     "demo": "--out --json",
@@ -41,6 +43,7 @@ SURFACE = {
     "prune": f"MODEL|RUN --dry-run --resume {MODEL} {DATA} {PRUNE} {RUN} --json",
     "finetune": f"MODEL|RUN --dry-run --resume {MODEL} {DATA} {TRAIN} {RUN} --json",
     "run": f"CONFIG|RUN --dry-run --resume {RUN} --json",
+    "compare": f"MODEL|RUN --dry-run --resume {MODEL} {DATA} {COMPARE} {SOME} {TRAIN} {RUN} --json",
     "eval": f"MODEL|RUN --batch --limit {MODEL} {DATA} --device --json",
     "count": f"MODEL|RUN --mask --convention {MODEL} --json",
     "trace": f"MODEL|RUN {MODEL} --json",

@@ -10,10 +10,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sosp.comparison import Plan
 from sosp.criteria import METHODS
 from sosp.errors import ArgumentError, nearest
 from sosp.nets import Width
-from sosp.options import FLAG, NUMBER, NUMBERS, SHAPE, SHARES, TEXT, TEXTS, WHOLE, WIDTHS, checked, option
+from sosp.options import (
+    FLAG,
+    NAMES,
+    NUMBER,
+    NUMBERS,
+    RATIOS,
+    SHAPE,
+    SHARES,
+    TEXT,
+    TEXTS,
+    WHOLE,
+    WIDTHS,
+    checked,
+    option,
+)
 from sosp.records import OBJECTIVES, SCOPES
 from sosp.selection import SCALES
 from sosp.structures import GATES
@@ -157,6 +172,21 @@ class Pruning:
 
 
 @dataclass(frozen=True)
+class Comparing:
+    """Which methods are compared, and at which ratios."""
+
+    methods: tuple[str, ...] | None = option(
+        NAMES, f"Of: {', '.join(METHODS)}.", shown="all that fit, need no training and scale"
+    )
+    ratios: tuple[float, ...] = option(RATIOS, "Shares of the structures to remove.", (0.1, 0.3, 0.5, 0.7))
+    seeds: int = option(WHOLE, "How often, each time with other examples to score with.", 1, low=1)
+    statistics: int = option(WHOLE, "Images for the batch norm statistics after a cut.", 5000, low=1)
+
+    def __post_init__(self) -> None:
+        Plan(self.methods or tuple(METHODS), self.ratios, self.seeds)  # which refuses what makes no sense
+
+
+@dataclass(frozen=True)
 class Place:
     """Where and how it runs."""
 
@@ -172,6 +202,7 @@ SECTIONS: dict[str, type] = {
     "train": Training,
     "prune": Pruning,
     "finetune": Training,
+    "compare": Comparing,
     "run": Place,
 }
 STAGES = ("train", "prune", "finetune")
@@ -186,10 +217,13 @@ class Config:
     train: Training | None = None
     prune: Pruning | None = None
     finetune: Training | None = None
+    compare: Comparing | None = None  # in place of the stages, with the sections [prune] and [finetune] as its options
     run: Place = dataclasses.field(default_factory=Place)
 
     @property
     def stages(self) -> tuple[str, ...]:
+        if self.compare is not None:
+            return ("compare",)
         return tuple(stage for stage in STAGES if getattr(self, stage) is not None)
 
     def as_dict(self) -> dict[str, Any]:

@@ -41,6 +41,21 @@ def _many(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
     return lambda value: tuple(map(read, value)) if isinstance(value, (list, tuple)) else _no()
 
 
+def _listed(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """A list, which the command line writes with commas."""
+
+    def found(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",")]
+        return tuple(map(read, value)) if isinstance(value, (list, tuple)) else _no()
+
+    return found
+
+
+def _as_number(value: Any) -> float:
+    return float(value) if isinstance(value, str) else _number(value)
+
+
 def _shape(value: Any) -> str:
     """``3x32x32``."""
     sizes = value.lower().split("x") if isinstance(value, str) else _no()
@@ -74,6 +89,8 @@ NUMBER = Kind("a number", float, _number)
 FLAG = Kind("true or false", bool, _flag)
 TEXTS = Kind("a list of texts", list[str], _many(_text))
 NUMBERS = Kind("a list of numbers", list[float], _many(_number))
+NAMES = Kind("a list of names, such as a,b", str, _listed(_text))
+RATIOS = Kind("a list of numbers, such as 0.3,0.5", str, _listed(_as_number))
 SHAPE = Kind("a shape such as 3x32x32", str, _shape)
 SHARES = Kind("layers with a number each", str, _shares)
 WIDTHS = Kind("a number, or layers with one each", str, _widths)

@@ -16,6 +16,7 @@ from sosp.errors import ArgumentError, RunError
 
 CONFIG, LOG, METRICS, RESULT, LOCK = "config.json", "log.txt", "metrics.jsonl", "result.json", ".lock"
 FILES = {"train": "model.safetensors", "prune": "small.safetensors", "finetune": "tuned.safetensors"}
+CELLS = "cells.jsonl"  # what a comparison leaves behind
 # What may differ between two halves of one run; files are compared by what is in them.
 FREE = (("run", "name"), ("run", "out"), ("run", "device"), ("train", "save_every"), ("finetune", "save_every"))
 FILE_KEYS = (("model", "weights"), ("train", "teacher"), ("finetune", "teacher"))
@@ -48,8 +49,8 @@ class Run:
     writes: bool = True
 
     def file(self, stage: str) -> Path:
-        """The network that a stage leaves behind."""
-        return self.folder / FILES[stage]
+        """What a stage leaves behind: a network, or the cells of a comparison."""
+        return self.folder / FILES.get(stage, CELLS)
 
     def checkpoints(self, stage: str) -> Path:
         return self.folder / "checkpoints" / stage
@@ -171,6 +172,8 @@ def read_record(folder: str | Path) -> Record:
 def network_of(folder: str | Path) -> tuple[Record, Path]:
     """The config of a run, and the network of its last stage that is done."""
     record, run = read_record(folder), Run(Path(folder), writes=False)
+    if record.config.compare is not None:
+        raise RunError(f"{folder}: holds a comparison, which leaves no network behind.")
     done = [stage for stage in record.config.stages if run.done(stage)]
     if not done:
         raise RunError(f"{folder}: no stage of this run is done. Go on with it: sosp run {folder}")
@@ -188,10 +191,15 @@ def read_json(path: Path) -> Any:
 
 def write_json(path: Path, value: Any) -> None:
     """Whole or not at all."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            file.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

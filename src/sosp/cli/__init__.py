@@ -23,6 +23,7 @@ COMMANDS = {
     "prune": work.prune,
     "finetune": work.finetune,
     "run": work.run,
+    "compare": work.compare,
     "eval": look.evaluate,
     "count": look.count,
     "trace": look.trace,

@@ -20,6 +20,7 @@ PANELS = {
     "train": "Training",
     "prune": "Pruning",
     "finetune": "Training",
+    "compare": "Comparison",
     "run": "Run",
 }
 

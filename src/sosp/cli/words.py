@@ -43,6 +43,8 @@ def budget(given: Mapping[str, float]) -> str:
 
 
 def _begin(facts: Facts) -> str:
+    if "methods" in facts:
+        return f"{facts['stage']}: {', '.join(facts['methods'])} at {', '.join(map(str, facts['ratios']))}"
     if "epochs" in facts:
         return f"{facts['stage']}: {facts['epochs']} epochs"
     return f"{facts['stage']}: {facts['method']}, {budget(facts['budget'])}"
@@ -58,14 +60,27 @@ def _epoch(facts: Facts) -> str:
     )
 
 
+def _cell(facts: Facts) -> str:
+    start = f"{facts['method']} {facts['ratio']:g}, seed {facts['seed']}:"
+    if facts["refusal"]:
+        return f"{start} {facts['refusal']}"
+    tuned = "" if facts["tuned"] is None else f", {share(facts['tuned'])} fine-tuned"
+    return (
+        f"{start} {share(facts['masked'])} cut, {share(facts['recalibrated'])} recalibrated{tuned}; "
+        f"{facts['params']:,} parameters, {large(facts['macs'])} MACs"
+    )
+
+
 def _end(facts: Facts) -> str:
+    if "cells" in facts:
+        return f"{facts['stage']}: {facts['cells']} cells done"
     found = f"{share(facts.get('top1'))} on the test data, {facts['params']:,} parameters, {large(facts['macs'])} MACs"
     if "removed" in facts:
         return f"{facts['removed']:,} of {facts['structures']:,} structures removed: {found}"
     return f"{facts['stage']}: {found}, {duration(facts['seconds'])}"
 
 
-WORDS: dict[str, Callable[[Facts], str]] = {"begin": _begin, "epoch": _epoch, "end": _end}
+WORDS: dict[str, Callable[[Facts], str]] = {"begin": _begin, "epoch": _epoch, "cell": _cell, "end": _end}
 
 
 # --- results --------------------------------------------------------------------------------------------
@@ -90,6 +105,27 @@ def results_table(results: Mapping[str, Facts]) -> Table:
         time = f"{1e3 * facts['latency']:.2f} ms"
         table.add_row(name, share(facts.get("top1")), f"{facts['params']:,}", large(facts["macs"]), time)
     return table
+
+
+def comparison_table(found: list[Facts]) -> Table:
+    """A row per method, a column per ratio: the accuracy after fine-tuning, or with new batch norm statistics."""
+    what = "tuned" if any("tuned" in s["means"] for s in found) else "recalibrated"
+    ratios = list(dict.fromkeys(s["ratio"] for s in found))
+    table = columns("method", "scoring", *(f"{ratio:g}" for ratio in ratios))
+    for method in dict.fromkeys(s["method"] for s in found):
+        row = {s["ratio"]: s for s in found if s["method"] == method}
+        times = [s["means"]["seconds"] for s in row.values() if "seconds" in s["means"]]
+        cells = [_mean(row[ratio], what) for ratio in ratios]
+        table.add_row(method, f"{times[0]:.2f} s" if times else "", *cells)
+    table.title = {"tuned": "accuracy, fine-tuned", "recalibrated": "accuracy, recalibrated, not fine-tuned"}[what]
+    return table
+
+
+def _mean(summary: Facts, what: str) -> str:
+    if what not in summary["means"]:
+        return "refused"
+    spread = f" ± {100 * summary['stds'][what]:.2f}" if summary["seeds"] > 1 else ""
+    return f"{100 * summary['means'][what]:.2f}{spread}"
 
 
 def columns(first: str, *others: str) -> Table:

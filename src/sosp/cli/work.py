@@ -14,11 +14,21 @@ from sosp import ranks
 from sosp.cli.flags import DryRun, Resume, Sections, takes
 from sosp.cli.screen import Screen
 from sosp.cli.targets import before_pruning, sections_for
-from sosp.cli.words import budget, duration, large, loading, results_table
+from sosp.cli.words import budget, comparison_table, duration, large, loading, results_table
 from sosp.config import Config, as_flag, build, placed, read
 from sosp.errors import ArgumentError
 from sosp.models import parse
-from sosp.pipeline import FLEXIBLE, Job, carry_out, describe, estimate, name_of, prepare
+from sosp.pipeline import (
+    FLEXIBLE,
+    TABLE,
+    Job,
+    carry_out,
+    check_comparison,
+    describe,
+    estimate,
+    name_of,
+    prepare,
+)
 from sosp.runs import Record, Run, is_run, opened, read_record
 
 NAMES = "sosp:resnet56, torchvision:resnet50, timm:convnext_atto, hf:FOLDER, file.py:function or module:function"
@@ -68,6 +78,24 @@ def finetune(model: Target, given: Sections, screen: Screen, dry_run: DryRun = F
     launch(build(sections, as_flag), "finetune", screen, dry_run, resume, name=name)
 
 
+@takes(
+    *("model", "data", "compare", "prune.gate", "prune.groups", "prune.exclude", "prune.downsampling"),
+    *("prune.examples", "finetune", "run"),
+)
+def compare(model: Target, given: Sections, screen: Screen, dry_run: DryRun = False, resume: Resume = False) -> None:
+    """Prune one network by many methods at many ratios, and compare what is left. Fine-tunes if --epochs is given.
+
+    sosp compare sosp:resnet56 --weights resnet56.safetensors --data cifar10 --data-dir datasets
+    --methods sosp-h,sosp-i,taylor --ratios 0.3,0.5 --seeds 3
+    """
+    sections, _ = sections_for(model, given)
+    if not given["finetune"]:
+        del sections["finetune"]
+    elif "epochs" not in given["finetune"]:
+        raise ArgumentError("options of fine-tuning without --epochs: for how long?")
+    launch(build(sections, as_flag), "compare", screen, dry_run, resume)
+
+
 @takes("run")
 def run(
     config: Annotated[
@@ -109,6 +137,7 @@ def launch(
 ) -> None:
     """Carry a config out in its folder, or say what that would be."""
     job = prepare(config)
+    check_comparison(job)
     if job.config.train is None:
         warn_if_fresh(job, screen)
     place = job.config.run
@@ -144,6 +173,10 @@ def everywhere(folder: Path, record: Record, resume: bool) -> Iterator[Run]:
 
 def show_results(config: Config, run: Run, results: Mapping[str, Any], screen: Screen) -> None:
     file = run.file(config.stages[-1])
+    if config.compare is not None:
+        screen.tell({"event": "result", "folder": str(run.folder), "results": results})
+        screen.say(comparison_table(results["compare"]["summaries"]), f"Saved: {file}, {run.folder / TABLE}")
+        return
     screen.tell({"event": "result", "folder": str(run.folder), "network": str(file), "results": results})
     screen.say(results_table(results), f"Saved: {file}", *(f"  {line}" for line in loading(config, str(file))))
 
@@ -162,6 +195,10 @@ def show_plan(job: Job, folder: Path, screen: Screen) -> None:
 
 
 def plan_words(facts: Mapping[str, Any]) -> str:
+    if "cells" in facts:
+        tuning = f", each fine-tuned for {facts['tuning']} epochs" if facts["tuning"] else ""
+        methods, ratios = ", ".join(facts["methods"]), ", ".join(map(str, facts["ratios"]))
+        return f"{facts['cells']} cells, {methods} at {ratios}{tuning}"
     if "epochs" in facts:
         size = f"{facts['epochs']} epochs of {facts['images'] // max(facts['epochs'], 1):,} images"
         cost = f"{facts['steps']:,} steps, {large(facts['macs'])} MACs, about {duration(facts['seconds'])}"

@@ -1,8 +1,20 @@
 """Train, prune, fine-tune: the stages of a run, one after the other, each resumed where it was left. Prints nothing."""
 
+from sosp.pipeline.comparing import TABLE, check_comparison
 from sosp.pipeline.estimate import estimate
 from sosp.pipeline.job import FLEXIBLE, Job, prepare
 from sosp.pipeline.origin import describe, name_of
 from sosp.pipeline.stages import Watcher, carry_out
 
-__all__ = ["FLEXIBLE", "Job", "Watcher", "carry_out", "describe", "estimate", "name_of", "prepare"]
+__all__ = [
+    "FLEXIBLE",
+    "TABLE",
+    "Job",
+    "Watcher",
+    "carry_out",
+    "check_comparison",
+    "describe",
+    "estimate",
+    "name_of",
+    "prepare",
+]

@@ -13,6 +13,7 @@ from sosp.batches import call
 from sosp.config import Pruning
 from sosp.cost import count
 from sosp.losses import logits_of
+from sosp.pipeline.comparing import plan_of
 from sosp.pipeline.job import Job, structures_for
 
 PASSES = 3  # a training step costs a forward pass and, in weights and activations, two more
@@ -24,7 +25,9 @@ def estimate(job: Job) -> dict[str, Any]:
     found: dict[str, Any] = {"network": {"params": cost.params, "macs": cost.macs, "device": str(job.device)}}
     each = _seconds_per_image(job) if job.config.stages else 0.0
     for stage in job.config.stages:
-        if stage == "prune":
+        if stage == "compare":
+            found[stage] = _comparing(job)
+        elif stage == "prune":
             assert job.config.prune is not None
             found[stage] = _pruning(job, job.config.prune)
         else:
@@ -51,6 +54,18 @@ def _pruning(job: Job, section: Pruning) -> dict[str, Any]:
         "structures": len(structures_for(job, job.start)),
         "budget": section.budget,
         "examples": min(section.examples, len(job.dataset.train)),
+    }
+
+
+def _comparing(job: Job) -> dict[str, Any]:
+    plan = plan_of(job)
+    cells = len(plan.methods) * len(plan.ratios) * plan.seeds
+    tuning = job.config.finetune
+    return {
+        "methods": list(plan.methods),
+        "ratios": list(plan.ratios),
+        "cells": cells,
+        "tuning": 0 if tuning is None else tuning.plan().epochs,
     }
 
 

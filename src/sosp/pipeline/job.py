@@ -181,6 +181,8 @@ def check_stages(config: Config) -> None:
     """Refuse what a stage lacks."""
     if config.stages and config.data.name is None:
         raise ArgumentError("this needs data: name a dataset (--data, or name in [data]).")
+    if config.compare is not None and config.finetune is not None and (config.finetune.distill or config.train):
+        raise ArgumentError("a comparison fine-tunes without a teacher, and trains nothing before.")
     for stage in ("train", "finetune"):
         section: Training | None = getattr(config, stage)
         if section is not None and section.schedule is not None:

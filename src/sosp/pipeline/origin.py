@@ -24,8 +24,12 @@ def describe(config: Config, command: Sequence[str]) -> Record:
     """The record of a run that is about to begin, or goes on."""
     given = {f"{s}.{k}": getattr(getattr(config, s), k, None) for s, k in FILE_KEYS}
     found = {name: digest(network_file(path)) for name, path in given.items() if path is not None}
-    plans = {stage: asdict(getattr(config, stage).plan()) for stage in config.stages if stage != "prune"}
+    plans = {stage: asdict(getattr(config, stage).plan()) for stage in _trained(config)}
     return Record(config, found, {**origin(command), "schedules": plans})
+
+
+def _trained(config: Config) -> list[str]:
+    return [stage for stage in ("train", "finetune") if getattr(config, stage) is not None]
 
 
 def origin(command: Sequence[str]) -> dict[str, Any]:
@@ -54,6 +58,6 @@ def name_of(config: Config, command: str) -> str:
     source, inside = parse(config.model.name)
     net = inside if source else inside.rpartition(":")[2]
     parts = [command, Path(net).name, (config.data.name or "").rpartition(":")[2]]
-    if config.prune is not None:
+    if config.prune is not None and config.compare is None:
         parts += [config.prune.method, *(f"{k}{v:g}" for k, v in config.prune.budget.items())]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(filter(None, [*parts, f"seed{config.run.seed}"])))

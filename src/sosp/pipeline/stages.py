@@ -19,6 +19,7 @@ from sosp.flow import trace
 from sosp.flow.layout import Style
 from sosp.latency import latency
 from sosp.mask import Mask
+from sosp.pipeline.comparing import run_comparison
 from sosp.pipeline.job import Job, mask_of, structures_for, teacher_for
 from sosp.records import Saliency
 from sosp.runs import Run
@@ -166,7 +167,7 @@ def _keep(run: Run, stage: str, model: nn.Module, mask: Mask | None) -> None:
         save(run.file(stage), model, mask)
 
 
-STAGES = {"train": run_training, "prune": run_pruning, "finetune": run_training}
+STAGES = {"train": run_training, "prune": run_pruning, "finetune": run_training, "compare": run_comparison}
 
 
 def carry_out(job: Job, run: Run, watch: Watcher) -> dict[str, Any]:
@@ -178,6 +179,8 @@ def carry_out(job: Job, run: Run, watch: Watcher) -> dict[str, Any]:
             run.finish(stage, found)
             watch.event("end", {"stage": stage, "file": str(run.file(stage)), **found})
         ranks.wait()
+        if stage == "compare":
+            continue
         # Always from the file: a run that was interrupted goes on with the same numbers as one that was not.
         model = job.loaded(run.file(stage))
         before = stand.model if stage == "prune" else stand.before

@@ -1,0 +1,96 @@
+"""What is compared, and the cells of the table: each is kept as soon as it is measured."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from sosp import ranks
+from sosp.criteria import METHODS
+from sosp.errors import ArgumentError, one_of, whole_number
+from sosp.structures import Exclude
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compared."""
+
+    methods: tuple[str, ...]
+    ratios: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7)
+    seeds: int = 1  # each draws other examples to score with
+    examples: int = 1000
+    recalibrate: int = 5000  # images for the batch norm statistics after the cut
+    gate: str = "features"
+    groups: str = "independent"  # methods that need coupled channels get them
+    exclude: Exclude = ()
+
+    def __post_init__(self) -> None:
+        if not self.methods or not self.ratios:
+            raise ArgumentError("there is nothing to compare: name at least one method and one ratio.")
+        for method in self.methods:
+            one_of("method", method, METHODS)
+        for ratio in self.ratios:
+            if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio < 1:
+                raise ArgumentError(f"ratio={ratio!r} must be a share between 0 and 1.")
+        for name in ("methods", "ratios"):
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise ArgumentError(f"{name} names something twice: {', '.join(map(str, getattr(self, name)))}.")
+        whole_number("seeds", self.seeds)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method at one ratio with one seed. Accuracies are shares of the test data."""
+
+    method: str
+    ratio: float
+    seed: int
+    structures: int = 0
+    removed: int = 0
+    params: int = 0  # exact
+    macs: int = 0
+    params_alternative: int = 0  # as App. D counts
+    macs_alternative: int = 0
+    masked: float | None = None  # nothing but the cut
+    recalibrated: float | None = None  # batch norm statistics anew
+    tuned: float | None = None  # after fine-tuning
+    best: float | None = None  # the best of its epochs
+    seconds: float = 0.0  # to score, once for all ratios
+    refusal: str = ""  # why there are no figures
+
+    @property
+    def key(self) -> tuple[str, float, int]:
+        return self.method, self.ratio, self.seed
+
+
+class Cells:
+    """The cells that are done; where a folder is given, in a file of JSON lines, without one that was cut short."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.path = None if folder is None else folder / "cells.jsonl"
+        self.known: dict[tuple[str, float, int], Cell] = {}
+        if self.path is not None and self.path.is_file():
+            for cell in _read(self.path):
+                self.known[cell.key] = cell
+
+    def keep(self, cell: Cell) -> None:
+        self.known[cell.key] = cell
+        if self.path is not None and ranks.is_main():
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(cell)) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def _read(path: Path) -> Iterator[Cell]:
+    names = {f.name for f in fields(Cell)}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue  # the last one, of a process that was killed
+        if isinstance(found, dict) and found.keys() == names:
+            yield Cell(**found)

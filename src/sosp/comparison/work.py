@@ -1,0 +1,89 @@
+"""A network and its data, ready to be pruned by any method at any ratio."""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from sosp.comparison.cells import Plan
+from sosp.criteria import METHODS, check_structures, score
+from sosp.data import Dataset
+from sosp.mask import Mask
+from sosp.records import Saliency, Structures
+from sosp.selection import select
+from sosp.structures import find_structures
+
+BATCH = 250  # of the data that is scored with; passes cut it to what fits
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """A network and its data, ready to be pruned by anything."""
+
+    model: nn.Module
+    data: Dataset
+    plan: Plan
+    device: torch.device
+    example: Any
+    made: dict[str, Structures] = field(default_factory=dict)
+
+    def structures(self, method: str) -> Structures:
+        """What may be removed; every channel by itself, or by stream where a method needs that."""
+        groups = "coupled" if "coupled" in METHODS[method].needs else self.plan.groups
+        if groups not in self.made:
+            options: dict[str, Any] = {"gate": self.plan.gate, "groups": groups, "exclude": self.plan.exclude}
+            self.made[groups] = find_structures(self.model, self.example, **options)
+        return self.made[groups]
+
+    def saliency(self, method: str, seed: int) -> tuple[Saliency, float]:
+        """By one pass over examples that the seed draws; and the seconds it took."""
+        source = self.data.train
+        count = min(self.plan.examples, len(source))
+        examples = list(source.subset(count, seed).to(self.device).ordered(batch=BATCH))
+        begun = self._clock()
+        found = score(
+            self.model,
+            examples,
+            method=method,
+            structures=self.structures(method),
+            examples=count,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        return found, self._clock() - begun
+
+    def _clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def prepared(model: nn.Module, data: Dataset, plan: Plan, device: torch.device | str | None) -> Work:
+    """Everything that can be refused is refused here, before hours are spent."""
+    first = next(iter(model.parameters())).device if device is None else torch.device(device)
+
+    twin = copy.deepcopy(model).to(first).eval()
+    data = replace(data, train=data.train.to(first), test=data.test.to(first))
+    example, _ = next(iter(data.train.ordered(batch=8, limit=8)))
+    work = Work(twin, data, plan, first, example.to(first))
+    for method in plan.methods:
+        check_structures(twin, work.structures(method), method)
+    return work
+
+
+class Masks:
+    """What a method removes at each ratio; it scores when it is first asked."""
+
+    def __init__(self, work: Work, method: str, seed: int) -> None:
+        self.work, self.method, self.seed = work, method, seed
+        self.found: tuple[Saliency, float] | None = None
+
+    def at(self, ratio: float) -> tuple[Mask, float]:
+        """The mask, and the seconds that scoring took."""
+        if self.found is None:
+            self.found = self.work.saliency(self.method, self.seed)
+        return select(self.found[0], ratio=ratio), self.found[1]

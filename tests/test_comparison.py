@@ -1,0 +1,202 @@
+"""Methods side by side: every cell is what its steps give one by one, is kept once done, and never measured twice."""
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sosp
+from commands import call, refusal
+from sosp.comparison import Cell, Plan, compare, summaries
+from sosp.errors import ArgumentError, StructureError
+
+METHODS = ("sosp-h", "random", "slimming", "group-fisher")
+
+
+class Small(nn.Module):
+    """Two residual branches with batch norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(1, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8)
+        self.conv1, self.bn1 = nn.Conv2d(8, 10, 3, 1, 1, bias=False), nn.BatchNorm2d(10)
+        self.conv2, self.bn2 = nn.Conv2d(10, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.bn(self.conv(x)))
+        y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+        return self.head(torch.relu(x + y).mean((2, 3)))
+
+
+@pytest.fixture(scope="module")
+def data() -> sosp.data.Dataset:
+    whole = sosp.data.digits()
+    return replace(whole, train=whole.train.subset(300, 0), test=whole.test.subset(100, 0))
+
+
+@pytest.fixture(scope="module")
+def model(data: sosp.data.Dataset) -> nn.Module:
+    torch.manual_seed(0)
+    return sosp.train(Small(), data, replace(sosp.SCHEDULES["digits"], epochs=3)).model
+
+
+PLAN = Plan(METHODS, (0.25, 0.5), seeds=2, examples=60, recalibrate=100)
+
+
+@pytest.fixture(scope="module")
+def cells(model: nn.Module, data: sosp.data.Dataset) -> tuple[Cell, ...]:
+    return compare(model, data, PLAN)
+
+
+def by_hand(model: nn.Module, data: Any, method: str, ratio: float, seed: int) -> dict[str, Any]:
+    """The same in single steps, with the network that is really smaller."""
+    example, _ = next(iter(data.train.ordered(batch=4, limit=4)))
+    groups = "coupled" if method == "group-fisher" else "independent"
+    found = sosp.find_structures(model, example, groups=groups)
+    generator = torch.Generator().manual_seed(seed)
+    batches = data.train.subset(60, seed).ordered(batch=250)
+    saliency = sosp.score(model, batches, method=method, structures=found, examples=60, generator=generator)
+    mask = sosp.select(saliency, ratio=ratio)
+    small = sosp.shrink(model, mask, example)
+    other = sosp.count(model, example, mask, convention="alternative")
+    again = sosp.recalibrate(small, data.train, examples=100, seed=seed)
+    return {
+        "params": sum(p.numel() for p in small.parameters()),
+        "macs": sosp.count(small, example).macs,
+        "params_alternative": other.params,
+        "macs_alternative": other.macs,
+        "removed": mask.chosen,
+        "masked": sosp.evaluate(small, data.test).top1,
+        "recalibrated": sosp.evaluate(again, data.test).top1,
+    }
+
+
+def test_all_cells_in_order(cells: tuple[Cell, ...]) -> None:
+    assert [c.key for c in cells] == [(m, r, s) for m in METHODS for r in PLAN.ratios for s in range(2)]
+    assert all(not c.refusal and c.tuned is None and c.seconds > 0 for c in cells)
+
+
+@pytest.mark.parametrize("k", range(16))
+def test_a_cell_is_its_steps(cells: tuple[Cell, ...], model: nn.Module, data: Any, k: int) -> None:
+    cell = cells[k]
+    for name, wanted in by_hand(model, data, *cell.key).items():
+        assert getattr(cell, name) == wanted, name
+
+
+def test_other_seeds_are_other_draws(cells: tuple[Cell, ...]) -> None:
+    random = [c for c in cells if c.method == "random" and c.ratio == 0.5]
+    assert (random[0].params, random[0].macs) != (random[1].params, random[1].macs)
+
+
+def test_means_and_deviations(cells: tuple[Cell, ...]) -> None:
+    found = summaries(cells)
+    assert [(s.method, s.ratio) for s in found] == [(m, r) for m in METHODS for r in PLAN.ratios]
+    first, second = cells[2], cells[3]
+    low, high = sorted([first.recalibrated, second.recalibrated])
+    assert found[1].means["recalibrated"] == pytest.approx((low + high) / 2)
+    assert found[1].stds["recalibrated"] == pytest.approx((high - low) / 2**0.5)  # of two, over n - 1
+    assert "tuned" not in found[1].means
+
+
+def test_done_is_done(model: nn.Module, data: Any, tmp_path: Path, cells: tuple[Cell, ...]) -> None:
+    """Also after a process that was killed while it wrote, and for a plan that asks for more."""
+    plan = replace(PLAN, methods=("random", "slimming"), seeds=1)
+    told: list[Cell] = []
+    compare(model, data, plan, folder=tmp_path, on_cell=told.append)
+    file = tmp_path / "cells.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    assert len(lines) == len(told) == 4
+    file.write_text("".join(lines[:2]) + lines[2][:40])
+    told.clear()
+    again = compare(model, data, replace(plan, ratios=(0.25, 0.5, 0.6)), folder=tmp_path, on_cell=told.append)
+    assert [c.key for c in told] == [("random", 0.6, 0), *[("slimming", r, 0) for r in (0.25, 0.5, 0.6)]]
+    unlike = {"seconds": 0.0}
+    for cell in again:
+        if cell.ratio != 0.6:
+            wanted = next(c for c in cells if c.key == cell.key)
+            assert replace(cell, **unlike) == replace(wanted, **unlike)
+
+
+def test_fine_tuned(model: nn.Module, data: Any, tmp_path: Path) -> None:
+    plan = Plan(("slimming",), (0.25, 0.5), examples=60, recalibrate=100)
+    schedule = replace(sosp.SCHEDULES["finetune-digits"], epochs=2)
+    found = compare(model, data, plan, schedule=schedule, folder=tmp_path)
+    example, _ = next(iter(data.train.ordered(batch=4, limit=4)))
+    for cell in found:
+        saliency = sosp.score(model, data.train.ordered(batch=250), method="slimming")
+        small = sosp.shrink(model, sosp.select(saliency, ratio=cell.ratio), example)
+        history = sosp.train(small, data, schedule).history
+        assert cell.tuned == history[-1].test.top1
+        assert cell.best == max(e.test.top1 for e in history)
+    told: list[Cell] = []
+    assert compare(model, data, plan, schedule=schedule, folder=tmp_path, on_cell=told.append) == found
+    assert not told
+
+
+def test_the_model_is_left_alone(model: nn.Module, data: Any) -> None:
+    before = {n: x.clone() for n, x in model.state_dict().items()}
+    model.train()
+    compare(model, data, Plan(("random",), (0.5,), examples=20, recalibrate=50))
+    assert model.training
+    model.eval()
+    assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"methods": ("sosp-g",)}, "sosp-h"),
+        ({"methods": ()}, "nothing to compare"),
+        ({"methods": ("random", "random")}, "twice"),
+        ({"ratios": (0.5, 1.0)}, "ratio=1.0"),
+        ({"ratios": ()}, "nothing to compare"),
+        ({"seeds": 0}, "seeds=0"),
+    ],
+)
+def test_bad_plans(plan: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        Plan(**{"methods": ("random",), **plan})
+
+
+def test_a_method_that_does_not_fit_is_refused_before_any_work(data: Any) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 10))
+    told: list[Cell] = []
+    with pytest.raises(StructureError, match="slimming"):
+        compare(model, data, Plan(("random", "slimming"), (0.5,)), on_cell=told.append)
+    assert not told
+
+
+def test_a_mask_that_cuts_the_network_in_two_is_a_cell(data: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2), nn.ReLU(), nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 10))
+    (cell,) = compare(model, data, Plan(("first-order",), (0.8,), examples=50))
+    assert cell.refusal
+    assert cell.masked is None
+    (found,) = summaries((cell,))
+    assert found.refusal == cell.refusal
+
+
+# --- the command ----------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["compare", "sosp:digits_resnet", "--data", "digits", "--methods", "random,fpgm", "--ratios", "0.3,0.5"]
+    words += ["--statistics", "100", "--out", "here"]
+    said = call(*words).output
+    assert "random 0.3, seed 0:" in said
+    assert "fpgm" in said
+    rows = list(csv.DictReader((tmp_path / "here" / "comparison.csv").read_text().splitlines()))
+    assert [(r["method"], r["ratio"]) for r in rows] == [(m, r) for m in ("random", "fpgm") for r in ("0.3", "0.5")]
+    kept = [json.loads(line) for line in (tmp_path / "here" / "cells.jsonl").read_text().splitlines()]
+    assert [float(r["recalibrated"]) for r in rows] == [c["recalibrated"] for c in kept]
+    assert "seed 0:" not in call(*words).output  # done is done
+    assert "twice" in refusal(*words[:4], "--methods", "random,random", "--out", "there")
+    assert "--epochs" in refusal(*words[:4], "--rate", "0.1", "--out", "there")
+    assert "comparison" in refusal("eval", "here")
