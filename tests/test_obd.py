@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import sosp
 from cases import Case, case, names
@@ -50,9 +51,9 @@ def layer_factors(c: Case, name: str) -> tuple[nn.Module, Tensor, Tensor]:
     return layer, *oracle.factors(calls, bias=layer.bias is not None)
 
 
-@pytest.mark.parametrize("gate", ["features", "weights"])
-@pytest.mark.parametrize("name", KRONECKER)
+@pytest.mark.parametrize(("name", "gate"), [*((name, "features") for name in KRONECKER), ("conv-bn", "weights")])
 def test_a_filter_costs_its_quadratic_form(name: str, gate: str) -> None:
+    """Wherever the gate sits."""
     c = case(name)
     wanted: list[Tensor] = []
     for layer in c.layers:
@@ -133,6 +134,24 @@ def test_diagonal_a_few_examples_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(scored(c, "obd-diagonal"), whole, **EXACT)
 
 
+class Checkpointed(nn.Module):
+    """Its first convolution runs again in the backward pass."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        super().__init__()
+        self.net = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net[3:](checkpoint(self.net[:3], x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("method", ["obd", "obd-diagonal"])
+def test_a_layer_that_runs_again_was_called_once(method: str) -> None:
+    c = case("conv-bn")
+    again = Case(c.name, Checkpointed(c.model), c.inputs, c.targets, c.layers, c.output)
+    torch.testing.assert_close(scored(again, method), scored(c, method), **EXACT)
+
+
 @pytest.mark.parametrize("method", ["obd", "obd-diagonal"])
 def test_every_batch_counts(method: str) -> None:
     """The data twice over is the data; its last batch alone is not."""
@@ -141,6 +160,23 @@ def test_every_batch_counts(method: str) -> None:
     last = sosp.score(c.model, batches(c)[-1:], method=method)
     assert whole.examples == 10
     assert not torch.allclose(whole.scores, last.scores, rtol=1e-2)
+
+
+@pytest.mark.parametrize("method", ["obd", "obd-diagonal"])
+def test_several_labels_for_every_example(method: str) -> None:
+    """Many are the mean over all; one is not."""
+    c = case("conv-bn")
+    many, one = scored(c, method, classes=400), scored(c, method)
+    layer = "conv2"
+    if method == "obd":
+        calls = oracle.calls(c.model, layer, c.inputs, [oracle.expected] * len(c.inputs))
+        A, G = oracle.factors(calls, bias=True)
+        wanted = torch.stack([oracle.damage(c.model.conv2, A, G, [s]) for s in range(5)])
+    else:
+        wanted = oracle.diagonal_damage(c.model, layer, c.inputs, [oracle.expected] * len(c.inputs))
+    # 4000 draws: the mean is good to a few per cent.
+    torch.testing.assert_close(many[4:], wanted, rtol=0.1, atol=0.0)
+    assert not torch.allclose(one[4:], wanted, rtol=0.1, atol=0.0)
 
 
 @pytest.mark.parametrize("method", ["obd", "obd-diagonal"])

@@ -24,7 +24,7 @@ from torch.nn.utils import skip_init
 from sosp import ranks
 from sosp.batches import Chunk, read, share
 from sosp.checkpoint import inspect, load
-from sosp.cost import Cost, count
+from sosp.cost import Cost, count, whole_cost
 from sosp.criteria.eigendamage import Removed, Rotated, choose, rotate
 from sosp.errors import ArgumentError, CheckpointError, DataError, StructureError, SurgeryError, one_of
 from sosp.kfac import FISHERS, kronecker, unknown
@@ -122,7 +122,8 @@ def eigendamage(
             kept[name] = "its bottleneck would not be smaller"
             del parts[name], removed[name]
     small = build(model, parts, example)
-    return Eigendamaged(small, removed, kept, _cost(model, example), _cost(small, example))
+    before = None if structures.flow is None else whole_cost(structures.flow)
+    return Eigendamaged(small, removed, kept, before, before and _cost(small, example))
 
 
 def rebuild(path: str | Path, model: nn.Module) -> nn.Module:
@@ -131,10 +132,10 @@ def rebuild(path: str | Path, model: nn.Module) -> nn.Module:
     The file is that of any network; which layers are bottlenecks, and how wide, is read off the shapes in it.
     """
     shapes = {name: stored.shape for name, stored in inspect(path).tensors.items()}
-    small = _copy(model)
+    small, own = _copy(model), model.state_dict()
     for name, layer in model.named_modules():
         core = shapes.get(f"{name}.core.weight")
-        if core is None or isinstance(layer, Bottleneck):
+        if core is None or f"{name}.core.weight" in own:
             continue
         if _untreatable(model, layer) or not _fits(core, _weight(model, name).shape):
             raise CheckpointError(f"{path}: {name!r} is a bottleneck there, and the model's {layer} does not fit it.")

@@ -70,9 +70,16 @@ def kronecker(
 
 
 def layer_means(
-    problem: Problem, measure: Measure, fisher: str = "sampled", generator: torch.Generator | None = None
+    problem: Problem,
+    measure: Measure,
+    fisher: str = "sampled",
+    generator: torch.Generator | None = None,
+    labels: int | None = None,
 ) -> tuple[int, dict[str, tuple[Tensor | None, Tensor]]]:
-    """How many examples; layer -> what was measured of its input and output, by position; and of the gradient."""
+    """How many examples; layer -> what was measured of its input and output, by position; and of the gradient.
+
+    ``labels`` to draw per example, each one backward pass; one, if nothing is said.
+    """
     one_of("fisher", fisher, FISHERS)
     generator = generator or torch.Generator().manual_seed(ranks.rank())
     names = [layer.name for layer in problem.structures.layers]
@@ -84,7 +91,7 @@ def layer_means(
             outputs = chunk.run(problem.model)
             watch.open = False
             leaves = watch.leaves + [x for x in tree_leaves(chunk.inputs) if isinstance(x, Tensor) and x.requires_grad]
-            for end, v in _ends(problem, outputs, chunk, fisher, generator):
+            for end, v in _ends(problem, outputs, chunk, fisher, generator, labels):
                 derivative(end, leaves, grad_outputs=v, retain_graph=True)
         return tuple(None if x is None else wide(x) * share for sums in watch.sums for x in sums)
 
@@ -101,7 +108,7 @@ def layer_means(
 
 
 def _ends(
-    problem: Problem, outputs: Any, chunk: Chunk, fisher: str, generator: torch.Generator
+    problem: Problem, outputs: Any, chunk: Chunk, fisher: str, generator: torch.Generator, labels: int | None
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Where backward passes start, and with which cotangent."""
     losses = per_example(problem.loss, outputs, chunk)  # which also refuses bad labels and what is not finite
@@ -109,9 +116,9 @@ def _ends(
         yield losses.sum(), None
         return
     logits = logits_of(outputs)
-    # A loss of the user's own has no labels to draw: its curvature in the outputs is taken as it is.
-    drawn = 1 if fisher == "sampled" and not callable(problem.loss) else None
-    for v in factors(problem.loss, outputs, chunk, drawn, generator):
+    if fisher == "sampled" and labels is None and not callable(problem.loss):
+        labels = 1  # a loss of the user's own has none to draw: its curvature in the outputs is taken as it is
+    for v in factors(problem.loss, outputs, chunk, labels, generator):
         yield logits, v.to(logits.dtype)
 
 

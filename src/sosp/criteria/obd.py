@@ -10,6 +10,8 @@ square of the filter's own output, no patches and no A are needed, and any type 
 
 ``obd-diagonal``: F diagonal, ``1/2 sum_j w_sj^2 E_n[(dl_n/dw_sj)^2]``. This is what that code calls C-OBD
 (fisher_diag_pruner.py), and so what the SOSP paper's tables quote under that name.
+
+Gradients are of labels drawn from the network's own outputs, one per example as in that code, or ``classes=`` many.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ BLOCK = 2**24  # elements of per-example gradients and patches at once
 def obd(problem: Problem, options: Options) -> Values:
     """``1/2 sum_ij G_ij E[z_i z_j]`` over the channels i, j that a structure has in a layer, summed over its layers."""
     measure = ALONE if _alone(problem.structures) else TOGETHER
-    count, found = layer_means(problem, measure, generator=options.generator)
+    count, found = layer_means(problem, measure, generator=options.generator, labels=options.classes)
     return Values(_per_structure(problem.structures, [A * G for A, G in found.values() if A is not None]), count)
 
 
@@ -44,7 +46,8 @@ def obd_diagonal(problem: Problem, options: Options) -> Values:
     """``1/2 sum_j w_sj^2 E_n[(dl_n/dw_sj)^2]`` over the weights and the bias of a structure."""
     refuse_others(problem, "method='obd-diagonal'", grouped=True)
     problem = _examples_first(problem)
-    count, found = layer_means(problem, Measure(_weight_squares, once=True), generator=options.generator)
+    measure = Measure(_weight_squares, once=True)
+    count, found = layer_means(problem, measure, generator=options.generator, labels=options.classes)
     return Values(_per_structure(problem.structures, [F for _, F in found.values()]), count)
 
 
