@@ -56,11 +56,11 @@ ALLOWED = {
     "usercode": "errors",
     "data": "errors progress usercode",
     "training": "errors ranks archive batches losses preserve progress data",
+    "comparison": "errors ranks records criteria mask cost selection structures surgery data training",
     "sosp": "errors records flow structures passes criteria mask cost selection surgery widening latency checkpoint "
-    "prune eigendamage nets data training",
+    "prune eigendamage nets data training comparison",
     "models": "errors archive checkpoint nets usercode",
     "options": "errors",
-    "comparison": "errors ranks records criteria mask cost selection structures surgery data training",
     "config": "errors comparison records structures criteria selection surgery nets training options",
     "runs": "errors config",
     "pipeline": "errors ranks comparison batches losses records flow structures criteria mask cost selection "
@@ -76,7 +76,9 @@ PUBLIC = [
     *("trace", "Flow", "find_structures", "downsampling", "Structures", "Layer"),
     *("score", "METHODS", "Saliency", "SlowPathWarning"),
     *("select", "Mask", "masked"),
+    *("eigendamage", "Eigendamaged"),
     *("shrink", "widen", "count", "Cost", "latency", "Latency"),
+    *("compare",),
     *("train", "Trained", "Schedule", "SCHEDULES", "Speed", "evaluate", "Accuracy", "recalibrate"),
     *("save", "load"),
     *("nets", "data", "errors", "__version__"),

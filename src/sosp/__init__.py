@@ -12,8 +12,10 @@ sosp.save("small.safetensors", tuned.model, mask)
 
 from sosp import data, errors, nets
 from sosp.checkpoint import load, save
+from sosp.comparison import compare
 from sosp.cost import Cost, count
 from sosp.criteria import METHODS, score
+from sosp.eigendamage import Eigendamaged, eigendamage
 from sosp.flow import Flow, trace
 from sosp.latency import Latency, latency
 from sosp.mask import Mask, masked
@@ -34,7 +36,9 @@ __all__ = [
     "trace", "Flow", "find_structures", "downsampling", "Structures", "Layer",
     "score", "METHODS", "Saliency", "SlowPathWarning",
     "select", "Mask", "masked",
+    "eigendamage", "Eigendamaged",
     "shrink", "widen", "count", "Cost", "latency", "Latency",
+    "compare",
     "train", "Trained", "Schedule", "SCHEDULES", "Speed", "evaluate", "Accuracy", "recalibrate",
     "save", "load",
     "nets", "data", "errors", "__version__",
