@@ -56,15 +56,17 @@ ALLOWED = {
     "usercode": "errors",
     "data": "errors progress usercode",
     "training": "errors ranks archive batches losses preserve progress data",
+    "learned": "errors progress ranks records layers preserve batches losses structures gates mask cost criteria data "
+    "training",
     "comparison": "errors ranks records criteria mask cost selection structures surgery data training",
     "sosp": "errors records flow structures passes criteria mask cost selection surgery widening latency checkpoint "
-    "prune eigendamage nets data training comparison",
+    "prune eigendamage nets data training learned comparison",
     "models": "errors archive checkpoint nets usercode",
     "options": "errors",
     "config": "errors comparison records structures criteria selection surgery nets training options",
     "runs": "errors config",
     "pipeline": "errors ranks comparison batches losses records flow structures criteria mask cost selection "
-    "surgery latency checkpoint data training models config runs",
+    "surgery latency checkpoint data training learned models config runs",
     "demo": "errors sosp runs",
     "cli": "errors progress ranks mask cost checkpoint training sosp models options config runs pipeline demo",
     "__main__": "cli",
@@ -81,7 +83,7 @@ PUBLIC = [
     *("compare",),
     *("train", "Trained", "Schedule", "SCHEDULES", "Speed", "evaluate", "Accuracy", "recalibrate"),
     *("save", "load"),
-    *("nets", "data", "errors", "__version__"),
+    *("nets", "data", "learned", "errors", "__version__"),
 ]
 
 # Oracles stand on torch and the standard library alone, and may not reach sosp by a detour.

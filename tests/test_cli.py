@@ -28,7 +28,8 @@ MODEL = "--weights --classes --width --input"
 DATA = "--data --data-dir"
 TRAIN = (
     "--schedule --epochs --batch --rate --momentum --decay --nesterov --shape --milestones --factor --warmup "
-    "--smoothing --ema --distill --temperature --teacher --precision --channels-last --graph --compile --save-every"
+    "--smoothing --ema --distill --temperature --teacher --slimming --precision --channels-last --graph --compile "
+    "--save-every"
 )
 PRUNE = (
     "--method --ratio --params --macs --cap --scope --ratios --scale --objective --groups --gate --kind --exclude "

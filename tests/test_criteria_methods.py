@@ -46,7 +46,7 @@ def test_the_table() -> None:
         assert "\n" not in method.about, name
         assert any(character.isdigit() for character in method.source), f"{name} names no year"
         assert method.run.__doc__, name
-    assert LAYERWISE <= {name for name, m in sosp.METHODS.items() if m.scope == "layer"}
+    assert {name for name, m in sosp.METHODS.items() if m.scope == "layer"} >= LAYERWISE
     assert "run" in {f.name for f in fields(Method)}
     with pytest.raises(FrozenInstanceError):
         sosp.METHODS["fpgm"].scope = "global"  # type: ignore[misc]

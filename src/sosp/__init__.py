@@ -10,7 +10,7 @@ tuned = sosp.train(small, sosp.data.load("cifar10", "datasets/"), "cifar")    # 
 sosp.save("small.safetensors", tuned.model, mask)
 """
 
-from sosp import data, errors, nets
+from sosp import data, errors, learned, nets
 from sosp.checkpoint import load, save
 from sosp.comparison import compare
 from sosp.cost import Cost, count
@@ -41,5 +41,5 @@ __all__ = [
     "compare",
     "train", "Trained", "Schedule", "SCHEDULES", "Speed", "evaluate", "Accuracy", "recalibrate",
     "save", "load",
-    "nets", "data", "errors", "__version__",
+    "nets", "data", "learned", "errors", "__version__",
 ]  # fmt: skip

@@ -98,6 +98,9 @@ class Training:
     teacher: str | None = option(
         TEXT, "A run, or weights for the model as it was before pruning.", shown="the network before pruning"
     )
+    slimming: float | None = option(
+        NUMBER, "Weight of an L1 term on the scales of batch norms, for --method slimming; 1e-4 is usual.", low=0
+    )
     precision: str = option(TEXT, "Of matrix products; auto: bf16 on a GPU.", "auto", choices=PRECISIONS)
     channels_last: bool | None = option(FLAG, "Memory layout.", shown="on a GPU")
     graph: bool | None = option(FLAG, "Steps as CUDA graphs.", shown="on a GPU")

@@ -34,7 +34,6 @@ class Mask:
     structures: int  # how many structures there were to choose from
     chosen: int  # how many of them are removed
     norms: dict[str, Tensor] = field(default_factory=dict)  # norms further on that see nothing but zeros: channels
-    flow: Any = field(default=None, repr=False)  # the channel flow, to find those norms again; not saved
 
     @classmethod
     def from_removed(
@@ -46,34 +45,30 @@ class Mask:
         clean = {name: _indices(layers, name, channels) for name, channels in removed.items()}
         clean = {name: clean[name] for name in layers if name in clean and len(clean[name])}
         kind = "weights" if kind == "weights" else "filters"
-        chosen = sum(map(len, clean.values()))
-        return cls(kind, found.layers, clean, len(found), chosen, _norms(found.flow, found.layers, clean), found.flow)
+        return cls(kind, found.layers, clean, len(found), sum(map(len, clean.values())), _norms(found, clean))
 
     @classmethod
     def from_structures(cls, structures: Structures, chosen: Tensor) -> Mask:
         """The mask that removes these structures (their numbers)."""
         kind = "weights" if structures.kind == "weights" else "filters"
         removed = structures.channels_of(chosen)
-        norms = _norms(structures.flow, structures.layers, removed)
-        return cls(kind, structures.layers, removed, len(structures), len(chosen), norms, structures.flow)
+        return cls(kind, structures.layers, removed, len(structures), len(chosen), _norms(structures, removed))
 
-    def shuffled(self, generator: torch.Generator) -> Mask:
+    def shuffled(self, generator: torch.Generator, structures: Structures | None = None) -> Mask:
         """As many channels of every layer, but other ones, drawn at random (App. A.12): the same architecture.
 
-        Every layer is drawn by itself, so that channels that went together no longer do.
+        Every layer is drawn by itself, so that channels that went together no longer do. ``structures``, those that
+        the mask was chosen from, tell which norms further on go with the channels: needed where there are any.
         """
-        if self.norms and self.flow is None:
+        if structures is None and self.norms:
             raise ArgumentError(
-                "this mask was read from a file and does not know where its channels flow. Shuffle the one that "
-                "sosp.select gave, or write it anew: sosp.Mask.from_removed(model, mask.removed, example)."
+                f"removed channels reach {next(iter(self.norms))!r}, a norm further on, and other ones will reach it "
+                "elsewhere. Give the structures that the mask was chosen from: mask.shuffled(generator, structures)."
             )
         widths = {layer.name: layer.channels for layer in self.layers}
-        drawn = {
-            name: torch.randperm(widths[name], generator=generator, device=generator.device)[: len(gone)].sort().values
-            for name, gone in self.removed.items()
-        }
-        removed = {name: channels.to(self.removed[name].device) for name, channels in drawn.items()}
-        return replace(self, removed=removed, norms=_norms(self.flow, self.layers, removed))
+        order = {n: torch.randperm(widths[n], generator=generator, device=generator.device) for n in self.removed}
+        removed = {n: order[n][: len(gone)].sort().values.to(gone.device) for n, gone in self.removed.items()}
+        return replace(self, removed=removed, norms={} if structures is None else _norms(structures, removed))
 
     @property
     def ratio(self) -> float:
@@ -105,9 +100,11 @@ class Mask:
         return "\n".join(lines)
 
 
-def _norms(flow: Any, layers: Iterable[Layer], removed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _norms(structures: Structures, removed: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Norms further on, and the channels in which they see nothing but zeros."""
-    return {} if flow is None else flow.dead_norms(removed, {layer.name: layer.norms for layer in layers})
+    if structures.flow is None or structures.kind == "weights":
+        return {}
+    return structures.flow.dead_norms(removed, {layer.name: layer.norms for layer in structures.layers})
 
 
 def _indices(layers: Mapping[str, Layer], name: str, channels: Iterable[int]) -> Tensor:

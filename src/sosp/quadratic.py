@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 GAP = 1e-10  # how far from the least value the relaxed one may be, in units of the largest coefficient
-FASTER = 20.0  # by which the barrier weakens from one centre to the next
+STEPS = 100  # of Newton's method; a dozen or two are taken
 
 
 def choose(H: Tensor, f: Tensor, k: int) -> Tensor:
@@ -20,8 +20,9 @@ def choose(H: Tensor, f: Tensor, k: int) -> Tensor:
 def relaxed(H: Tensor, f: Tensor, k: int) -> Tensor:
     """(n,) the minimiser over ``0 <= x <= 1``, ``sum x = k``; H positive semidefinite.
 
-    Follows the minimisers of ``t (1/2 x . H x - f . x) - sum log x - sum log(1 - x)`` as t grows, by Newton steps; at
-    each the value is within 2n / t of the least.
+    A primal-dual interior point method. At the solution the slope ``H x - f`` is ``y + z - w``: y where x is inside,
+    more by z >= 0 at 0, less by w >= 0 at 1. Newton's method on that, with ``x z`` and ``(1 - x) w`` falling to zero
+    from above; their sum bounds how far the value is from the least.
     """
     n = len(f)
     if k <= 0 or k >= n:
@@ -29,36 +30,31 @@ def relaxed(H: Tensor, f: Tensor, k: int) -> Tensor:
     H, f = (x.cpu().double() if x.device.type == "mps" else x.double() for x in (H, f))
     size = max(float(H.abs().max()), float(f.abs().max()), torch.finfo(f.dtype).tiny)
     H, f = H / size, f / size
-    x, t = torch.full_like(f, k / n), 1.0
-    while True:
-        x = _centre(H, f, x, t)
-        if 2 * n / t < GAP:
-            return x
-        t *= FASTER
-
-
-def _centre(H: Tensor, f: Tensor, x: Tensor, t: float) -> Tensor:
-    """The minimiser for one t, from a point near it; the sum of x stays."""
-    for _ in range(50):
-        slope = t * (H @ x - f) - 1 / x + 1 / (1 - x)
-        curve = t * H + torch.diag(x**-2 + (1 - x) ** -2)
-        a, b = torch.cholesky_solve(torch.stack([-slope, torch.ones_like(x)], 1), torch.linalg.cholesky(curve)).T
-        step = a - b * (a.sum() / b.sum())
-        gain = -float(slope @ step)
-        if gain < 1e-8:  # far inside the region where Newton's method converges at once
-            return x
-        x = x + _length(H, f, x, t, step, gain) * step
+    x, z, w = torch.full_like(f, k / n), torch.ones_like(f), torch.ones_like(f)
+    y = (H @ x - f).mean()
+    for _ in range(STEPS):
+        rest = H @ x - f - y - z + w
+        gap = x @ z + (1 - x) @ w
+        if float(gap + rest.abs().sum()) < GAP:
+            break
+        x, y, z, w = _newton(H, rest, (x, y, z, w), 0.1 * gap / (2 * n))
     return x
 
 
-def _length(H: Tensor, f: Tensor, x: Tensor, t: float, step: Tensor, gain: float) -> float:
-    """As far along the step as the value falls as it should, and inside the box."""
-    away = torch.where(step > 0, (1 - x) / step, torch.where(step < 0, -x / step, torch.inf))
-    length, here = min(1.0, 0.99 * float(away.min())), _value(H, f, x, t)
-    while _value(H, f, x + length * step, t) > here - 0.1 * length * gain and length > 1e-12:
-        length *= 0.5
-    return length
+Point = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _value(H: Tensor, f: Tensor, x: Tensor, t: float) -> float:
-    return float(t * (0.5 * x @ H @ x - f @ x) - (x.log() + (1 - x).log()).sum())
+def _newton(H: Tensor, rest: Tensor, point: Point, aim: Tensor) -> Point:
+    """One step towards ``x z = (1 - x) w = aim`` and no rest, as far as everything stays positive."""
+    x, y, z, w = point
+    s = 1 - x
+    root = torch.linalg.cholesky(H + torch.diag(z / x + w / s))
+    slope = rest + z - w - aim / x + aim / s
+    a, b = torch.cholesky_solve(torch.stack([-slope, torch.ones_like(x)], 1), root).T
+    dy = -a.sum() / b.sum()  # so that the sum of x stays
+    dx = a + dy * b
+    dz, dw = (aim - z * dx) / x - z, (aim + w * dx) / s - w
+    now, move = torch.cat([x, s, z, w]), torch.cat([dx, -dx, dz, dw])
+    far = torch.where(move < 0, -now / move, torch.inf).min()
+    length = torch.clamp(0.995 * far, max=1.0)
+    return x + length * dx, y + length * dy, z + length * dz, w + length * dw

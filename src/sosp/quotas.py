@@ -62,7 +62,7 @@ def _refuse_above(cap: float | None, share: float, what: str) -> None:
 
 
 def _part(share: float, width: int) -> int:
-    """Rounded, halves up: half of five is three. (0.7 * 5 is 3.4999..., and should count as 3.5.)"""
+    """Rounded, halves up: half of five is three. (0.29 * 50 is 14.499999999999998 and must count as 14.5.)"""
     return floor(share * width + 0.5 + 1e-9)
 
 

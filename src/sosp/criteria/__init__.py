@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sosp import ranks
 from sosp.batches import Chunk, read, share
-from sosp.criteria import ccp, fisher, fpgm, hrank, magnitude, obd, slimming, snip, sosp, taylor
+from sosp.criteria import ccp, fisher, fpgm, hrank, learned, magnitude, obd, slimming, snip, sosp, taylor
 from sosp.criteria.method import Method, Values, refuse_unsuited
 from sosp.criteria.options import Options
 from sosp.errors import ArgumentError, DataError, one_of
@@ -64,8 +64,8 @@ METHODS: dict[str, Method] = {
     "group-fisher-macs": Method(
         fisher.group_fisher_macs, "fisher of coupled channels over their MACs", LIU_2021, FILTERS, ("coupled",)
     ),
-    "obd": Method(obd.obd, "Fisher of a filter's weights, correlated within it, from Kronecker factors", WANG),
-    "obd-diagonal": Method(obd.obd_diagonal, "Fisher of a filter's weights, one by one", WANG),
+    "obd": Method(obd.obd, "Fisher of a filter's weights together, from Kronecker factors", WANG, samples=True),
+    "obd-diagonal": Method(obd.obd_diagonal, "Fisher of a filter's weights, one by one", WANG, samples=True),
     "fpgm": Method(
         fpgm.fpgm,
         "distance to the other filters of the layer",
@@ -94,6 +94,26 @@ METHODS: dict[str, Method] = {
         "size of the slope in a structure's weights, meant for untrained networks",
         "Lee et al., ICLR 2019; van Amersfoort et al., Single Shot Structured Pruning Before Training, 2020",
         ALL,
+    ),
+    "variational": Method(
+        learned.learned,
+        "size of a channel's scale, a Gaussian that is learned (sosp.learned.variational)",
+        "Zhao et al., Variational Convolutional Neural Network Pruning, CVPR 2019",
+        needs=("training",),
+    ),
+    "gal": Method(
+        learned.learned,
+        "soft mask, learned against a discriminator (sosp.learned.gal)",
+        "Lin et al., Towards Optimal Structured CNN Pruning via Generative Adversarial Learning, CVPR 2019",
+        needs=("training",),
+    ),
+    "amc": Method(
+        learned.learned,
+        "norm of a filter, and what every layer keeps from a search (sosp.learned.amc)",
+        "He et al., AMC: AutoML for Model Compression and Acceleration on Mobile Devices, ECCV 2018",
+        FILTERS,
+        needs=("training",),
+        scope="layer",
     ),
 }
 

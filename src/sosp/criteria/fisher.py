@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,16 +62,37 @@ def _per(problem: Problem, sizes: Tensor) -> Values:
 def saved_macs(structures: Structures) -> Tensor:
     """(S,) multiply-accumulates of one example that go when a structure does, by the exact count.
 
-    Structures with channels in the same layers save the same: one count for all of them.
+    Structures that are made and read by the same layers save the same: one count for all of them.
     """
     flow, whole = structures.flow, whole_cost(structures.flow).macs
-    places = {layer.name: layer.norms for layer in structures.layers}
-    known: dict[tuple[tuple[str, int], ...], float] = {}
+    norms = {layer.name: layer.norms for layer in structures.layers}
+    places = _places(flow)
+    keys: list[list[Place]] = [[] for _ in range(len(structures))]
+    for layer, ids in zip(structures.layers, structures.ids, strict=True):
+        for c, s in enumerate(ids.tolist()):
+            keys[s] += places[layer.name][c] if s >= 0 else ()
     found = torch.zeros(len(structures))
-    for s in range(len(structures)):
-        channels = structures.channels_of(torch.tensor([s]))
-        key = tuple((name, len(c)) for name, c in channels.items())
+    known: dict[tuple[Place, ...], float] = {}
+    for s, key in enumerate(map(tuple, keys)):
         if key not in known:
-            known[key] = whole - cost_of(flow, flow.layout(flow.removed(channels, places))).macs
+            removed = flow.removed(structures.channels_of(torch.tensor([s])), norms)
+            known[key] = whole - cost_of(flow, flow.layout(removed)).macs
         found[s] = known[key]
     return found
+
+
+Place = tuple[str, int, int]  # a layer's weight, and how many channels it makes and reads
+
+
+def _places(flow: Any) -> dict[str, list[tuple[Place, ...]]]:
+    """Layer -> channel -> every layer that makes or reads what flows together with it, and how many channels of it."""
+    together, _ = flow.coupled()
+    found: dict[int, list[Place]] = {}
+    for d in flow.graph.dense.values():
+        made, read = (np.bincount(together[ids], minlength=len(together)) for ids in (d.out, d.into[0]))
+        for c in np.flatnonzero(made + read).tolist():
+            found.setdefault(c, []).append((d.weight, int(made[c]), int(read[c])))
+    return {
+        name: [tuple(found.get(c, ())) for c in together[cuts[0].out].tolist()]
+        for name, cuts in flow.graph.calls.items()
+    }

@@ -13,13 +13,13 @@ MINIBATCH = 64  # examples: the default of the authors' code
 
 
 def taylor(problem: Problem, options: Options) -> Values:
-    """``1/B sum_b (sum_{w in s} w dL_b/dw)^2``: Eq. 8 for the weights of a filter (its bias among them).
+    """``1/B sum_b (sum_{w in s} w dL_b/dw)^2``: the weights of a filter, its bias among them, as one group.
 
     Molchanov et al., Importance Estimation for Neural Network Pruning, CVPR 2019 (github.com/NVlabs/Taylor_pruning).
     L_b is the mean loss of minibatch b: the gradient is averaged within a minibatch, then squared, then the squares
-    are averaged over minibatches (Sec. 3.3). Here a minibatch is 64 examples in the order of the data, however the
-    loader cuts it; the last one counts by its size. The authors' code also has the sum of squares ``sum_w (w g)^2``
-    for weights (Eq. 7); Eq. 8 counts the filter as one group.
+    are averaged over minibatches, as the authors' code does. Here a minibatch is 64 examples in the order of the data,
+    however the loader cuts it; the last one counts by its size. For weights their code squares first and sums over
+    the filter then; the sum before the square is the filter as a group, which is what removing it does.
     """
     return _squares(problem, "weights")
 

@@ -18,6 +18,7 @@ from sosp.criteria import check_structures
 from sosp.data import Dataset
 from sosp.data import load as load_data
 from sosp.errors import ArgumentError, CheckpointError, DataError
+from sosp.learned.slimming import scales_of
 from sosp.losses import logits_of
 from sosp.mask import Mask
 from sosp.records import Structures
@@ -204,6 +205,10 @@ def check_job(job: Job) -> None:
         if section is not None:
             section.plan()
             section.speed.on(job.device)
+            if section.slimming is not None:
+                scales_of(job.start)
+                if config.compare is not None:
+                    raise ArgumentError("slimming is for training and fine-tuning a network, not for a comparison.")
 
 
 def structures_for(job: Job, model: nn.Module) -> Structures:

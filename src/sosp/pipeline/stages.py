@@ -18,6 +18,7 @@ from sosp.criteria import score
 from sosp.flow import trace
 from sosp.flow.layout import Style
 from sosp.latency import latency
+from sosp.learned import Slimming
 from sosp.mask import Mask
 from sosp.pipeline.comparing import run_comparison
 from sosp.pipeline.job import Job, mask_of, structures_for, teacher_for
@@ -73,6 +74,7 @@ def run_training(stage: str, job: Job, stand: Stand, run: Run, watch: Watcher) -
         device=job.device,
         speed=section.speed,
         teacher=teacher_for(job, stage, stand.before),
+        companion=None if section.slimming is None else Slimming(section.slimming),
         on_epoch=on_epoch,
         on_step=lambda done, total, moment: watch.step(stage, done, total, moment),
         save_every=section.save_every,

@@ -15,12 +15,14 @@ class Companion:
     ``tensors`` and change in place, so that a checkpoint has them.
     """
 
+    replaces = False  # True: its loss takes the place of the labels', which are then only counted
+
     def begin(self, model: nn.Module) -> Mapping[str, nn.Parameter]:
         """Look at the network that will learn; parameters that learn along, by name."""
         return {}
 
     def loss(self, model: nn.Module, inputs: Any, outputs: Any, labels: Tensor) -> Tensor | None:
-        """What is added to the mean loss of a batch."""
+        """What is added to the mean loss of a batch, or takes its place."""
         return None
 
     def after(self, model: nn.Module, rate: float | Tensor) -> None:

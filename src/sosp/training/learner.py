@@ -76,8 +76,7 @@ class Learner:
             self.refuse(batch)
             loss = loss_sum(outputs, batch.labels, self.schedule, self._taught(batch.inputs))
             more = self._more(batch, outputs)
-        total = loss / (batch.rows * batch.copies)
-        (total if more is None else total + more / ranks.ranks()).backward()
+        self._total(loss / (batch.rows * batch.copies), more).backward()
         if ranks.ranks() > 1:
             self._add_up()
         self.optimiser.step()
@@ -90,6 +89,13 @@ class Learner:
         if self.companion is None:
             return None
         return self.companion.loss(self.model, batch.inputs, outputs, batch.labels)
+
+    def _total(self, loss: Tensor, more: Tensor | None) -> Tensor:
+        """What this rank minimises."""
+        if self.companion is None or more is None:
+            return loss
+        more = more / ranks.ranks()
+        return more if self.companion.replaces else loss + more
 
     @torch.no_grad()
     def _taught(self, x: Any) -> Any:
