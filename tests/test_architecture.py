@@ -47,7 +47,7 @@ ALLOWED = {
     "verify": "errors batches flow",
     "checkpoint": "errors archive records layers scatter recipe preserve gates mask",
     "surgery": "errors recipe flow mask cost verify checkpoint",
-    "eigendamage": "errors ranks records scatter batches losses structures passes preserve kfac criteria cost verify "
+    "eigendamage": "errors ranks records recipe batches losses structures passes preserve kfac criteria cost verify "
     "checkpoint",
     "widening": "errors recipe flow structures verify surgery",
     "latency": "errors batches preserve",

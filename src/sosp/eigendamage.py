@@ -32,8 +32,8 @@ from sosp.losses import LossLike
 from sosp.losses import check as check_loss
 from sosp.passes import Problem
 from sosp.preserve import borrowed
+from sosp.recipe import exchange
 from sosp.records import Structures
-from sosp.scatter import Scatter
 from sosp.structures import Exclude, find_structures
 from sosp.verify import difference
 
@@ -179,18 +179,6 @@ def _fill(block: Bottleneck, part: Rotated, bias: Tensor | None) -> None:
     block.out.weight.copy_(part.out.reshape(block.out.weight.shape))
     if bias is not None:
         block.out.bias.copy_(bias)
-
-
-def exchange(model: nn.Module, name: str, block: nn.Module) -> None:
-    """Put a block in every place that holds this layer; the layer's hooks stay, and the scatter behind it."""
-    layer = model.get_submodule(name)
-    block._forward_hooks, block._forward_pre_hooks = layer._forward_hooks, layer._forward_pre_hooks
-    if isinstance(layer._modules.get("scatter"), Scatter):
-        block.add_module("scatter", layer._modules["scatter"])
-    for module in list(model.modules()):
-        for key, child in module._modules.items():
-            if child is layer:
-                module._modules[key] = block
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -58,9 +58,9 @@ def apply(model: nn.Module, recipe: Recipe) -> None:
         kind = layer_type(layer)
         if kind is None:
             raise StructureError(f"{name!r} is no layer that could be emptied.")
-        _exchange(model, name, Nothing(layer, kind.channels(layer)))
+        exchange(model, name, Nothing(layer, kind.channels(layer)))
     for name in recipe.passed:
-        _exchange(model, name, nn.Identity())
+        exchange(model, name, nn.Identity())
     for name, placing in recipe.scatters.items():
         _place(model.get_submodule(name), placing, homes[name])
     for module in model.modules():  # recurrent layers keep their weights in one block of memory
@@ -100,10 +100,10 @@ def _replace(places: list[tuple[dict[str, Any], str]], old: Tensor, new: Tensor)
         store[key] = made
 
 
-def _exchange(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Put another module in every place that holds this one; its hooks stay."""
+def exchange(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put another module in every place that holds this one; its mode, its hooks and the scatter behind it stay."""
     old = model.get_submodule(name)
-    new.training = old.training
+    new.train(old.training)
     new._forward_hooks, new._forward_pre_hooks = old._forward_hooks, old._forward_pre_hooks
     if isinstance(old._modules.get("scatter"), Scatter):
         new.add_module("scatter", old._modules["scatter"])
