@@ -129,6 +129,16 @@ def gauss_newton(setup: Setup, *, diagonal: bool) -> Row:
     return Row(label + _sampling(setup), lambda _: run(), at_once=setup.sizes.batch)
 
 
+def baseline(setup: Setup, *, method: str) -> Row:
+    """A criterion of the literature; those that need coupled channels get them."""
+    found = setup.features
+    if "coupled" in sosp.METHODS[method].needs:
+        keep = sosp.downsampling(setup.model)
+        found = sosp.find_structures(setup.model, setup.x[:1], groups="coupled", exclude=keep)
+    run = partial(_score, setup, method, found)
+    return Row(method, lambda _: run(), at_once=setup.sizes.batch)
+
+
 def selection(setup: Setup) -> Row:
     """Half of the structures by the pairs of SOSP-I; the scoring itself is not timed here."""
     _refuse_slow(setup)
@@ -202,6 +212,9 @@ def group_hessian(setup: Setup) -> Row:
     return Row(label, run, finish=lambda _: [importance(g) for g in groups], scale=N / n, at_once=n)
 
 
+OURS = ("sosp-h", "sosp-i", "sosp-i-diagonal", "first-order", "exact", "random")
+BASELINES = [m for m, method in sosp.METHODS.items() if m not in OURS and "training" not in method.needs]
+
 METHODS: dict[str, Callable[[Setup], Row]] = {
     "plain": partial(plain, train=True),
     "plain-eval": partial(plain, train=False),
@@ -211,6 +224,7 @@ METHODS: dict[str, Callable[[Setup], Row]] = {
     "sosp-i-diagonal": partial(gauss_newton, diagonal=True),
     "sosp-i": partial(gauss_newton, diagonal=False),
     "select": selection,
+    **{method: partial(baseline, method=method) for method in BASELINES},
     "tp-taylor": group_taylor,
     "tp-hessian": group_hessian,
 }
