@@ -43,7 +43,7 @@ class Need:
     """Something a network or its structures must have."""
 
     what: str
-    advice: str  # with {names} for the layers concerned, as a list
+    advice: str  # with {names} for the layers concerned, as a list, and {method}
     lacking: Callable[[nn.Module, Structures], list[str] | None]  # the layers that do without, None if all is well
 
 
@@ -86,7 +86,7 @@ NEEDS: dict[str, Need] = {
     ),
     "training": Need(
         "to be learned while the network trains",
-        "Train with it first (sosp.train)",
+        "Train with it first: sosp.learned.{method}(model, data, ...)",
         lambda model, structures: [],
     ),
 }
@@ -106,7 +106,8 @@ def refuse_unsuited(name: str, methods: Mapping[str, Method], model: nn.Module, 
             concerned = f": {_listed(lacking)} {'do' if len(lacking) > 1 else 'does'} without" if lacking else ""
             raise StructureError(
                 f"method={name!r} needs {need.what}{concerned}. "
-                f"{need.advice.format(names=_listed(lacking, ', ...'))}. {_others(name, methods, model, structures)}"
+                f"{need.advice.format(names=_listed(lacking, ', ...'), method=name)}. "
+                f"{_others(name, methods, model, structures)}"
             )
 
 

@@ -99,12 +99,15 @@ class Adversary(Companion):
         self.discriminator = perceptron((self.outputs, *WIDTHS, 1), torch.Generator().manual_seed(self.seed)).to(some)
         self.mask = torch.ones(len(self.structures), dtype=some.dtype, device=some.device, requires_grad=True)
         self.fista = Fista(self.mask, self.strength, self.every)
+        # Where each channel finds its number, on the device before a CUDA graph is captured; the last one is for none.
+        self.places = torch.cat(self.structures.ids).to(some.device) % (len(self.structures) + 1)
+        self.widths = [layer.channels for layer in self.structures.layers]
         gates = install(model, self.structures.layers, self.structures.gate, self.scaled)
         self.handles = [model.register_forward_pre_hook(self._spread), *gates]
         return dict(self.discriminator.named_parameters())
 
     def _spread(self, model: nn.Module, args: Any) -> None:
-        self.numbers = self.structures.spread(self.mask)
+        self.numbers = torch.cat([self.mask, self.mask.new_ones(1)])[self.places].split(self.widths)
 
     def scaled(self, i: int, output: Tensor) -> Tensor:
         return output * along(self.numbers[i].to(output.dtype), output.dim(), self.structures.layers[i].axis)
