@@ -1,6 +1,6 @@
 """What every test run shares: one thread, tests marked `gpu` skipped without CUDA, repeatable hypothesis runs."""
 
-from collections.abc import Iterator
+import os
 
 import pytest
 import torch
@@ -10,13 +10,14 @@ settings.register_profile("sosp", deadline=None, derandomize=True)
 settings.load_profile("sosp")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: a second thread costs up to 40 times what it saves on a busy machine."""
-    before = torch.get_num_threads()
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Tiny tensors: a second thread costs up to 40 times what it saves on a busy machine, and rounds differently.
+
+    Also in processes that tests start, whose results are compared bit for bit.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
