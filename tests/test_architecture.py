@@ -65,7 +65,7 @@ ALLOWED = {
     "options": "errors",
     "config": "errors comparison records structures criteria selection surgery nets training options",
     "runs": "errors config",
-    "pipeline": "errors ranks comparison batches losses records flow structures criteria mask cost selection "
+    "pipeline": "errors prune ranks comparison batches losses records flow structures criteria mask cost selection "
     "surgery latency checkpoint data training learned models config runs",
     "demo": "errors sosp runs",
     "cli": "errors progress ranks mask cost checkpoint training sosp models options config runs pipeline demo",

@@ -84,8 +84,8 @@ def copies(inputs: Any) -> Any:
 
 def first_rows(inputs: Any, most: int) -> Any:
     """At most so many examples of inputs, all of whose tensors hold one row per example or something else."""
-    size = next((x.shape[0] for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()), 0)
-    return tree_map(lambda x: x[:most] if _by_example(x, size) else x, inputs)
+    size = leading(inputs)
+    return inputs if size is None else tree_map(lambda x: x[:most] if _by_example(x, size) else x, inputs)
 
 
 def _by_example(x: Any, size: int) -> bool:
@@ -159,15 +159,15 @@ def _chunks(data: Any, examples: int | None, generator: torch.Generator | None) 
 
 
 def _is_pair(inputs: Any, targets: Any) -> bool:
-    return isinstance(targets, Tensor) and targets.dim() > 0 and _leading(_plain(inputs)) is not None
+    return isinstance(targets, Tensor) and targets.dim() > 0 and leading(_plain(inputs)) is not None
 
 
 def _split_pair(
     inputs: Any, targets: Tensor, examples: int | None, generator: torch.Generator | None
 ) -> Iterator[Chunk]:
     total = targets.shape[0]
-    if _leading(inputs) != total:
-        raise DataError(f"the inputs hold {_leading(inputs)} examples and the targets {total}; give as many of each.")
+    if leading(inputs) != total:
+        raise DataError(f"the inputs hold {leading(inputs)} examples and the targets {total}; give as many of each.")
     order = torch.arange(total)
     if examples is not None and examples < total:
         generator = generator or torch.Generator().manual_seed(0)
@@ -177,7 +177,7 @@ def _split_pair(
         yield Chunk(x, y, tuple((None, i, 1) for i in part.tolist()))
 
 
-def _leading(inputs: Any) -> int | None:
+def leading(inputs: Any) -> int | None:
     """How many examples the inputs hold: the first dimension of their first tensor."""
     for x in tree_leaves(inputs):
         if isinstance(x, Tensor) and x.dim() > 0:
@@ -206,7 +206,7 @@ def _chunk(batch: Any, index: int) -> Chunk:
 
 
 def _count(inputs: Any, index: int) -> int:
-    count = _leading(inputs)
+    count = leading(inputs)
     if count is None:
         raise DataError(f"batch {index} holds no tensor with examples along its first dimension.")
     return count

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from sosp.batches import call
 from sosp.errors import ArgumentError, StructureError, whole_number
-from sosp.preserve import refuse_uninitialised, same_state
+from sosp.preserve import home, refuse_uninitialised, same_state
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def latency(
     models = dict(model) if isinstance(model, Mapping) else {"": model}
     if not models or not all(isinstance(m, nn.Module) for m in models.values()):
         raise ArgumentError("latency takes a module, or a dict of names and modules.")
-    where = _device(device) if device is not None else _home(next(iter(models.values())))
+    where = _device(device) if device is not None else home(next(iter(models.values())))
     if where.type == "cuda":
         where = torch.empty(0, device=where).device  # with its number
     for m in models.values():
@@ -80,13 +80,9 @@ def _device(device: Any) -> torch.device:
         raise ArgumentError(f"device={device!r} is no device: {str(error).splitlines()[0]}") from error
 
 
-def _home(model: nn.Module) -> torch.device:
-    return next((x.device for x in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
-
-
 def _prepared(model: nn.Module, example: Any, where: torch.device) -> Callable[[], float]:
     """One timed call, of the model itself if it is there and in eval mode (compiled ones cannot be copied)."""
-    ready = _home(model) == where and not any(m.training for m in model.modules())
+    ready = home(model) == where and not any(m.training for m in model.modules())
     twin = model if ready else copy.deepcopy(model).eval().to(where)
     inputs = tree_map(lambda x: x.to(where, copy=True) if isinstance(x, Tensor) else x, example)
     return lambda: (_on_gpu if where.type == "cuda" else _on_cpu)(lambda: call(twin, inputs))

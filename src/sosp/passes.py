@@ -23,6 +23,7 @@ from sosp.batches import Chunk, check_device, rebatch
 from sosp.errors import DataError, DifferentiationError, SospError
 from sosp.gates import along, gated
 from sosp.losses import LossLike, per_example
+from sosp.preserve import home
 from sosp.progress import track
 from sosp.records import Structures
 
@@ -111,11 +112,6 @@ def _halved(step: Callable[[Chunk], Sums], chunk: Chunk) -> Iterator[Sums]:
     half = chunk.size // 2
     yield from _halved(step, chunk.rows(0, half))
     yield from _halved(step, chunk.rows(half, chunk.size))
-
-
-def home(model: nn.Module) -> torch.device:
-    """The device of the model's parameters."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def chunk_size(problem: Problem, device: torch.device, share: float) -> int:

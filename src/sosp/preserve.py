@@ -42,6 +42,11 @@ def borrowed(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def home(model: nn.Module) -> torch.device:
+    """Where a network is."""
+    return next((x.device for x in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+
+
 @contextmanager
 def same_state(model: nn.Module) -> Iterator[None]:
     """What a forward pass keeps on its modules, and the numbers in their buffers, are given back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from sosp.checkpoint import save
 from sosp.cost import Cost, whole_cost
 from sosp.criteria import score
 from sosp.flow import trace
+from sosp.flow.layout import Style
 from sosp.losses import LossLike
 from sosp.mask import Mask
 from sosp.records import Saliency
@@ -69,11 +71,19 @@ def prune(
     example, data = peek(data)
     structures = find_structures(model, example, groups=groups, exclude=exclude)
     saliency = score(model, data, method=method, loss=loss, structures=structures, examples=examples)
-    flow = structures.flow or trace(model, example)
+    return cut(model, saliency, example, {"ratio": ratio, "params": params, "macs": macs})
+
+
+def cut(
+    model: nn.Module, saliency: Saliency, example: Any, choice: Mapping[str, Any], style: Style | None = None
+) -> Pruned:
+    """Select by ``choice``, what ``select`` is told, and shrink; a budget is met by the network that is built."""
+    flow = saliency.structures.flow or trace(model, example)
+    budgeted = choice.get("params") is not None or choice.get("macs") is not None
     while True:
-        mask = select(saliency, ratio=ratio, params=params, macs=macs)
+        mask = select(saliency, **choice)
         known = len(flow.graph.pins)
-        small, after = shrink_along(model, mask, example, flow)
+        small, after = shrink_along(model, mask, example, flow, style)
         # Building it may show that the code fixes a width nobody knew of: the budget is then met with it in view.
-        if len(flow.graph.pins) == known or ratio is not None or (params is None and macs is None):
+        if len(flow.graph.pins) == known or not budgeted:
             return Pruned(small, mask, saliency, whole_cost(flow), after)

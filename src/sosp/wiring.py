@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sosp.batches import call, copies, first_rows
+from sosp.batches import call, copies, first_rows, leading
 from sosp.errors import DataError, DifferentiationError, StructureError
 from sosp.layers import is_norm
 from sosp.preserve import borrowed
@@ -154,7 +154,7 @@ def _check_example_device(model: nn.Module, example: Any) -> None:
 
 
 def _examples(example: Any) -> int:
-    return next((x.shape[0] for x in tree_leaves(example) if isinstance(x, Tensor) and x.dim()), 1) or 1
+    return leading(example) or 1
 
 
 def _run(model: nn.Module, example: Any) -> Any:

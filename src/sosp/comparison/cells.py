@@ -40,6 +40,10 @@ class Plan:
                 raise ArgumentError(f"{name} names something twice: {', '.join(map(str, getattr(self, name)))}.")
         whole_number("seeds", self.seeds)
 
+    def groups_for(self, method: str) -> str:
+        """Every channel by itself, or by stream where a method needs that."""
+        return "coupled" if "coupled" in METHODS[method].needs else self.groups
+
 
 @dataclass(frozen=True)
 class Cell:

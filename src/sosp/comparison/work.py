@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sosp.comparison.cells import Plan
-from sosp.criteria import METHODS, check_structures, score
+from sosp.criteria import check_structures, score
 from sosp.data import Dataset
 from sosp.mask import Mask
 from sosp.records import Saliency, Structures
@@ -34,7 +34,7 @@ class Work:
 
     def structures(self, method: str) -> Structures:
         """What may be removed; every channel by itself, or by stream where a method needs that."""
-        groups = "coupled" if "coupled" in METHODS[method].needs else self.plan.groups
+        groups = self.plan.groups_for(method)
         if groups not in self.made:
             options: dict[str, Any] = {"gate": self.plan.gate, "groups": groups, "exclude": self.plan.exclude}
             self.made[groups] = find_structures(self.model, self.example, **options)

@@ -15,7 +15,8 @@ from sosp.cost import cost_of, whole_cost
 from sosp.criteria.filters import summed
 from sosp.criteria.method import Values
 from sosp.criteria.options import Options
-from sosp.passes import Problem, home
+from sosp.passes import Problem
+from sosp.preserve import home
 from sosp.records import Structures
 from sosp.statistics import areas, squared_gradients
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from sosp.criteria.options import Options
 from sosp.curvature import full_hessian, gradient, hessian_vector, weight_terms
 from sosp.gauss_newton import gauss_newton
-from sosp.passes import Problem, Terms, home
+from sosp.passes import Problem, Terms
+from sosp.preserve import home
 
 
 def sosp_h(problem: Problem, options: Options) -> Terms:

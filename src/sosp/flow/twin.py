@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from sosp.batches import leading
 from sosp.errors import StructureError
 from sosp.preserve import layer_by_layer, same_random_numbers
 
@@ -45,7 +46,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 def rows(inputs: Any) -> int:
     """How many examples these are."""
-    return next((x.shape[0] for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()), 1) or 1
+    return leading(inputs) or 1
 
 
 def few(example: Any, most: int = 2) -> Any:

@@ -15,12 +15,13 @@ from sosp.criteria import METHODS, check_structures
 from sosp.criteria.method import refuse_unsuited
 from sosp.data.source import generator
 from sosp.errors import ArgumentError, DataError
+from sosp.preserve import home
 from sosp.records import Structures
 from sosp.structures import find_structures
 from sosp.training.dice import apart
 from sosp.training.feed import Feed
 from sosp.training.schedule import Schedule, schedule_of
-from sosp.training.sources import both, home, is_source, moved, read
+from sosp.training.sources import both, is_source, moved, read
 
 ROWS = 2  # of the example
 

@@ -47,9 +47,9 @@ def _all(job: Job, plan: Plan) -> Plan:
     fit = []
     options: dict[str, Any] = {"gate": plan.gate, "exclude": plan.exclude}
     found = {g: find_structures(job.start, job.example, groups=g, **options) for g in {plan.groups, "coupled"}}
-    for name, method in METHODS.items():
+    for name in METHODS:
         try:
-            check_structures(job.start, found["coupled" if "coupled" in method.needs else plan.groups], name)
+            check_structures(job.start, found[plan.groups_for(name)], name)
         except (ArgumentError, StructureError):
             continue
         fit += [name] * (name not in SLOW)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
 from sosp import models
 from sosp.batches import call
@@ -24,6 +23,7 @@ from sosp.mask import Mask
 from sosp.records import Structures
 from sosp.runs import is_run, network_of
 from sosp.structures import downsampling, excluded_names, find_structures
+from sosp.training.sources import moved
 
 ROWS = 8  # of the example
 FLEXIBLE = ("sosp", "torchvision", "timm")  # sources whose networks get as many outputs as the data has classes
@@ -72,7 +72,7 @@ def prepare(config: Config) -> Job:
     model = config.model
     original = models.make(model.name, classes=model.classes, width=model.width or 1.0, seed=config.run.seed)
     start = original if model.weights is None else models.weighted(original, model.weights)
-    start, example = start.to(device), _moved(_example(config, original, data), device)
+    start, example = start.to(device), moved(_example(config, original, data), device)
     if data is not None:
         check_outputs(start, example, data, model.name)
     job = Job(config, original, start, data, example, device)
@@ -137,10 +137,6 @@ def _example(config: Config, original: nn.Module, data: Dataset | None) -> Any:
         return models.example(config.model.name, original, config.model.shape)
     images, _ = next(iter(data.train.ordered(batch=ROWS, limit=ROWS)))
     return images
-
-
-def _moved(example: Any, device: torch.device) -> Any:
-    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, example)
 
 
 def _times(shape: tuple[int, ...]) -> str:

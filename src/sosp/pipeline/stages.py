@@ -13,19 +13,16 @@ from torch import nn
 from sosp import ranks
 from sosp.checkpoint import save
 from sosp.config import Pruning, Training
-from sosp.cost import Cost, count, whole_cost
+from sosp.cost import Cost, count
 from sosp.criteria import score
-from sosp.flow import trace
 from sosp.flow.layout import Style
 from sosp.latency import latency
 from sosp.learned import Slimming
 from sosp.mask import Mask
 from sosp.pipeline.comparing import run_comparison
 from sosp.pipeline.job import Job, mask_of, structures_for, teacher_for
-from sosp.records import Saliency
+from sosp.prune import Pruned, cut
 from sosp.runs import Run
-from sosp.selection import select
-from sosp.surgery import shrink_along
 from sosp.training import Epoch, Moment, evaluate, recalibrate, train
 
 BATCH = 250  # of the data that is scored with; passes cut it to what fits
@@ -94,24 +91,12 @@ def plain(model: nn.Module) -> nn.Module:
 # --- pruning --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Cut:
-    """A network that was made smaller."""
-
-    model: nn.Module
-    mask: Mask
-    saliency: Saliency
-    before: Cost
-    after: Cost
-    scoring: float  # seconds
-
-
 def run_pruning(stage: str, job: Job, stand: Stand, run: Run, watch: Watcher) -> dict[str, Any]:
     """Score, select, shrink, save; the figures before and after."""
     section = job.config.prune
     assert section is not None
     watch.event("begin", {"stage": stage, "method": section.method, "budget": section.budget})
-    found = cut(job, stand.model, section)
+    found, scoring = pruned(job, stand.model, section)
     small = found.model
     if section.recalibrate:
         small = recalibrate(small, job.dataset.train, seed=job.config.run.seed)
@@ -121,17 +106,17 @@ def run_pruning(stage: str, job: Job, stand: Stand, run: Run, watch: Watcher) ->
         "method": section.method,
         "structures": found.mask.structures,
         "removed": found.mask.chosen,
-        "scoring_seconds": found.scoring,
-        "before": figures(job, stand.model, times["before"].median, found.before),
-        **figures(job, small, times["after"].median, found.after),
+        "scoring_seconds": scoring,
+        "before": figures(job, stand.model, times["before"].median, found.cost_before),
+        **figures(job, small, times["after"].median, found.cost_after),
     }
 
 
-def cut(job: Job, model: nn.Module, section: Pruning) -> Cut:
-    """The smaller network, by what the section says."""
-    structures = structures_for(job, model)
+def pruned(job: Job, model: nn.Module, section: Pruning) -> tuple[Pruned, float]:
+    """The smaller network, by what the section says, and the seconds that scoring took."""
     train_set = job.dataset.train
     examples = min(section.examples, len(train_set))
+    structures = structures_for(job, model)
     started = time.perf_counter()
     saliency = score(
         model,
@@ -144,14 +129,7 @@ def cut(job: Job, model: nn.Module, section: Pruning) -> Cut:
         classes=section.samples,
     )
     scoring = time.perf_counter() - started
-    flow = structures.flow or trace(model, job.example)
-    while True:
-        mask = select(saliency, **section.choice)
-        known = len(flow.graph.pins)
-        small, after = shrink_along(model, mask, job.example, flow, Style(section.join, section.round_to))
-        # Building it may show that the code fixes a width nobody knew of: the budget is then met with it in view.
-        if len(flow.graph.pins) == known or not {"params", "macs"} & section.budget.keys():
-            return Cut(small, mask, saliency, whole_cost(flow), after, scoring)
+    return cut(model, saliency, job.example, section.choice, Style(section.join, section.round_to)), scoring
 
 
 # --- what all stages share ------------------------------------------------------------------------------

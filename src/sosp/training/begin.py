@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from sosp.errors import ArgumentError, whole_number
-from sosp.preserve import refuse_uninitialised
+from sosp.preserve import home, refuse_uninitialised
 from sosp.training.companion import Companion
 from sosp.training.dice import chance
 from sosp.training.learner import Learner
 from sosp.training.loop import Job, OnEpoch, OnStep, Saving, Told
 from sosp.training.schedule import Schedule, schedule_of
-from sosp.training.sources import home
 from sosp.training.speed import Speed, fastest_kernels
 
 

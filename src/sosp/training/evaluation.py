@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from sosp import ranks
 from sosp.batches import first_rows
 from sosp.errors import DataError, whole_number
-from sosp.preserve import same_random_numbers, same_state
+from sosp.preserve import home, same_random_numbers, same_state
 from sosp.training.memory import outputs_of
 from sosp.training.objective import classes_of, correct, loss_sum, refuse_labels
 from sosp.training.schedule import Schedule
-from sosp.training.sources import as_source, home, is_source, moved, read, seen_span, whole_span
+from sosp.training.sources import as_source, is_source, moved, read, seen_span, whole_span
 
 BATCH = 256
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from sosp import ranks
 from sosp.data.source import generator
 from sosp.errors import DataError, whole_number
-from sosp.preserve import same_random_numbers
+from sosp.preserve import home, same_random_numbers
 from sosp.training.dice import apart
 from sosp.training.feed import Batch, dealt, in_order
 from sosp.training.memory import outputs_of
 from sosp.training.norms import not_lonely, over_all_ranks
-from sosp.training.sources import Pair, as_source, count, halves, home, is_pair, is_source, moved
+from sosp.training.sources import Pair, as_source, count, halves, is_pair, is_source, moved
 
 Norm = nn.modules.batchnorm._BatchNorm
 

@@ -6,18 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from sosp.batches import leading
 from sosp.data import Dataset
 from sosp.data.source import Batching, as_slice, chosen, generator, limited
 from sosp.errors import DataError
 from sosp.losses import IGNORED
-
-
-def home(model: nn.Module) -> torch.device:
-    """Where a network is."""
-    return next((x.device for x in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
 
 
 def moved(x: Any, device: torch.device) -> Any:
@@ -54,7 +50,7 @@ def read(batch: Any) -> tuple[Any, Tensor]:
 
 def count(inputs: Any) -> int:
     """How many examples: the length of the first tensor."""
-    return next((len(x) for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()), 0)
+    return leading(inputs) or 0
 
 
 def _check_labels(labels: Any) -> None:
