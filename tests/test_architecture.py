@@ -45,7 +45,7 @@ ALLOWED = {
     "quotas": "errors records greedy",
     "selection": "errors records mask cost greedy quadratic quotas",
     "verify": "errors batches flow",
-    "checkpoint": "errors archive records layers scatter recipe preserve gates mask",
+    "checkpoint": "errors archive records layers scatter recipe preserve gates mask greedy",
     "surgery": "errors recipe flow mask cost verify checkpoint",
     "eigendamage": "errors ranks records recipe batches losses structures passes preserve kfac criteria cost verify "
     "checkpoint",
@@ -58,7 +58,7 @@ ALLOWED = {
     "training": "errors ranks archive batches losses preserve progress data",
     "learned": "errors progress ranks records layers preserve batches losses structures gates mask cost criteria data "
     "training",
-    "comparison": "errors ranks records criteria mask cost selection structures surgery data training",
+    "comparison": "errors ranks records flow criteria mask cost selection structures surgery data training",
     "sosp": "errors records flow structures passes criteria mask cost selection surgery widening latency checkpoint "
     "prune eigendamage nets data training learned comparison",
     "models": "errors archive checkpoint nets usercode",

@@ -200,3 +200,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "twice" in refusal(*words[:4], "--methods", "random,random", "--out", "there")
     assert "--epochs" in refusal(*words[:4], "--rate", "0.1", "--out", "there")
     assert "comparison" in refusal("eval", "here")
+
+
+def test_seeds_begin_where_they_are_told(model: nn.Module, data: Any, cells: tuple[Cell, ...]) -> None:
+    plan = replace(PLAN, methods=("random",), ratios=(0.5,), seeds=1, seed=1)
+    (found,) = compare(model, data, plan)
+    (wanted,) = [c for c in cells if c.key == ("random", 0.5, 1)]
+    assert replace(found, seconds=0.0) == replace(wanted, seconds=0.0)
+    with pytest.raises(ArgumentError, match="seed=-1"):
+        replace(PLAN, seed=-1)

@@ -21,6 +21,7 @@ class Plan:
     methods: tuple[str, ...]
     ratios: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7)
     seeds: int = 1  # each draws other examples to score with
+    seed: int = 0  # the first of them
     examples: int = 1000
     recalibrate: int = 5000  # images for the batch norm statistics after the cut
     gate: str = "features"
@@ -39,6 +40,12 @@ class Plan:
             if len(set(getattr(self, name))) < len(getattr(self, name)):
                 raise ArgumentError(f"{name} names something twice: {', '.join(map(str, getattr(self, name)))}.")
         whole_number("seeds", self.seeds)
+        whole_number("seed", self.seed, least=0)
+
+    @property
+    def draws(self) -> range:
+        """The seeds."""
+        return range(self.seed, self.seed + self.seeds)
 
     def groups_for(self, method: str) -> str:
         """Every channel by itself, or by stream where a method needs that."""

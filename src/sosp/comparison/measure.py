@@ -15,6 +15,9 @@ from sosp.comparison.work import Masks, Work, prepared
 from sosp.cost import alternative
 from sosp.data import Dataset
 from sosp.errors import DisconnectedError
+from sosp.flow import Flow
+from sosp.flow.layout import Style
+from sosp.mask import Mask
 from sosp.surgery import shrink, shrink_along
 from sosp.training import Schedule, Speed, evaluate, recalibrate, train
 
@@ -47,13 +50,13 @@ def compare(
         place.mkdir(parents=True, exist_ok=True)
     cells = Cells(place)
     ranks.wait()  # all have read what is there before one of them writes
-    for seed in range(plan.seeds):
+    for seed in plan.draws:
         for method in plan.methods:
             masks = Masks(work, method, seed)
             _cut(work, masks, cells, on_cell)
             if schedule is not None:
                 _tune(work, masks, cells, on_cell, schedule, place, speed)
-    wanted = [(m, r, s) for m in plan.methods for r in plan.ratios for s in range(plan.seeds)]
+    wanted = [(m, r, s) for m in plan.methods for r in plan.ratios for s in plan.draws]
     return tuple(cells.known[key] for key in wanted)
 
 
@@ -75,7 +78,8 @@ def _measured(work: Work, masks: Masks, ratio: float) -> Cell:
         return replace(blank, refusal=str(error))
     flow = work.structures(masks.method).flow
     other = alternative(flow, flow.removed(mask.removed, {layer.name: layer.norms for layer in mask.layers}))
-    cut, exact = shrink_along(work.model, mask, work.example, flow, verify=False)  # computes what the masked one does
+    small, exact = shrink_along(work.model, mask, work.example, flow, verify=False)  # computes what the masked one does
+    cut = small if work.device.type == "cuda" else _for_a_cpu(work, mask, flow)
     again = recalibrate(cut, work.data.train, examples=work.plan.recalibrate, seed=masks.seed)
     batch = BATCH[work.device.type == "cuda"]
     return replace(
@@ -90,6 +94,12 @@ def _measured(work: Work, masks: Masks, ratio: float) -> Cell:
         recalibrated=evaluate(again, work.data.test, batch=batch).top1,
         seconds=seconds,
     )
+
+
+def _for_a_cpu(work: Work, mask: Mask, flow: Flow) -> nn.Module:
+    """The same in the form that takes 0.8 of the time there: no scatters, and the layout that oneDNN likes."""
+    quick, _ = shrink_along(work.model, mask, work.example, flow, Style("zeros"), verify=False)
+    return quick.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def _tune(

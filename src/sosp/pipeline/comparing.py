@@ -33,6 +33,7 @@ def plan_of(job: Job) -> Plan:
         methods=section.methods or ("sosp-h",),
         ratios=section.ratios,
         seeds=section.seeds,
+        seed=job.config.run.seed,
         examples=how.examples,
         recalibrate=section.statistics,
         gate=how.gate,
