@@ -273,4 +273,6 @@ def test_cuda(name: str) -> None:
     for training in (False, True):
         mine = outputs(small.cuda(), x.cuda(), training)
         assert all(t.is_cuda for t in mine)
-        assert all_apart([t.cpu() for t in mine], outputs(masked, x, training)) < 1e-10
+        assert all_apart(mine, outputs(masked.cuda(), x.cuda(), training)) < 1e-10
+        # CUDA's hardswish divides by a six of single precision, whatever its input.
+        assert all_apart([t.cpu() for t in mine], outputs(masked.cpu(), x, training)) < 1e-6

@@ -31,7 +31,7 @@ def test_shrunk_on_the_gpu_computes_what_masked_computes(name: str) -> None:
         assert torch.allclose(mine, theirs, rtol=EXACT, atol=EXACT * theirs.abs().max().item())
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:TensorFloat32 tensor cores:UserWarning")
 def test_a_compiled_shrunk_network_computes_the_same() -> None:
     c = case("residual")
     model, inputs = c.model.float().cuda(), c.inputs.float().cuda()

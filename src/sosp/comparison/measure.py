@@ -79,7 +79,7 @@ def _measured(work: Work, masks: Masks, ratio: float) -> Cell:
     flow = work.structures(masks.method).flow
     other = alternative(flow, flow.removed(mask.removed, {layer.name: layer.norms for layer in mask.layers}))
     small, exact = shrink_along(work.model, mask, work.example, flow, verify=False)  # computes what the masked one does
-    cut = small if work.device.type == "cuda" else _for_a_cpu(work, mask, flow)
+    cut = _quick(work, mask, flow, small)
     again = recalibrate(cut, work.data.train, examples=work.plan.recalibrate, seed=masks.seed)
     batch = BATCH[work.device.type == "cuda"]
     return replace(
@@ -96,10 +96,11 @@ def _measured(work: Work, masks: Masks, ratio: float) -> Cell:
     )
 
 
-def _for_a_cpu(work: Work, mask: Mask, flow: Flow) -> nn.Module:
-    """The same in the form that takes 0.8 of the time there: no scatters, and the layout that oneDNN likes."""
-    quick, _ = shrink_along(work.model, mask, work.example, flow, Style("zeros"), verify=False)
-    return quick.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+def _quick(work: Work, mask: Mask, flow: Flow, small: nn.Module) -> nn.Module:
+    """The same in the form that runs fastest: channels last, and on a CPU without scatters (0.8 of the time)."""
+    if work.device.type == "cpu":
+        small, _ = shrink_along(work.model, mask, work.example, flow, Style("zeros"), verify=False)
+    return small.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def _tune(

@@ -126,6 +126,7 @@ class GaussianScales(Companion):
 
     def after(self, model: nn.Module, rate: float | Tensor) -> None:
         self.count += 1
+        self.drawn = ()  # with its graph, which a step that is captured afterwards would stumble over
 
     def tensors(self) -> dict[str, Tensor]:
         return {"count": self.count}
