@@ -21,7 +21,6 @@ from sosp.mask import Mask
 from sosp.surgery import shrink, shrink_along
 from sosp.training import Schedule, Speed, evaluate, recalibrate, train
 
-BATCH = {False: 100, True: 1000}  # test images at once: what the caches like on a CPU, what fills a GPU
 TOGETHER = 8  # networks that are fine-tuned side by side
 
 OnCell = Callable[[Cell], None]
@@ -81,7 +80,6 @@ def _measured(work: Work, masks: Masks, ratio: float) -> Cell:
     small, exact = shrink_along(work.model, mask, work.example, flow, verify=False)  # computes what the masked one does
     cut = _quick(work, mask, flow, small)
     again = recalibrate(cut, work.data.train, examples=work.plan.recalibrate, seed=masks.seed)
-    batch = BATCH[work.device.type == "cuda"]
     return replace(
         blank,
         structures=mask.structures,
@@ -90,8 +88,8 @@ def _measured(work: Work, masks: Masks, ratio: float) -> Cell:
         macs=exact.macs,
         params_alternative=other.params,
         macs_alternative=other.macs,
-        masked=evaluate(cut, work.data.test, batch=batch).top1,
-        recalibrated=evaluate(again, work.data.test, batch=batch).top1,
+        masked=evaluate(cut, work.data.test).top1,
+        recalibrated=evaluate(again, work.data.test).top1,
         seconds=seconds,
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sosp import ranks
 from sosp.batches import first_rows
+from sosp.data import Resident
 from sosp.errors import DataError, whole_number
 from sosp.preserve import home, same_random_numbers, same_state
 from sosp.training.memory import outputs_of
@@ -20,6 +21,7 @@ from sosp.training.schedule import Schedule
 from sosp.training.sources import as_source, is_source, moved, read, seen_span, whole_span
 
 BATCH = 256
+SMALL = {"cpu": 100, "cuda": 1000}  # of images that rest in memory: what the caches hold, what fills a GPU
 
 
 @dataclass(frozen=True)
@@ -39,22 +41,26 @@ def evaluate(
     model: nn.Module,
     data: Any,
     *,
-    batch: int = BATCH,
+    batch: int | None = None,
     device: torch.device | str | None = None,
     limit: int | None = None,
 ) -> Accuracy:
     """Accuracy and loss of ``model`` in eval mode on a source of ``sosp.data``, a pair of tensors, or batches.
 
-    Runs where the model is; with ``device``, a copy of it there. Of a dataset, the test part is used. Several
-    processes share the work and all get the result.
+    ``batch``: how many at once, if not what suits the device. Runs where the model is; with ``device``, a copy of it
+    there. Of a dataset, the test part is used. Several processes share the work and all get the result.
     """
     where = home(model) if device is None else torch.device(device)
     twin = model if home(model) == where else copy.deepcopy(model).to(where)
     source = as_source(data, "test")
-    batches, known = _batches(source, batch, limit), whole_span(source)
+    batches = _batches(source, _usual(source, where) if batch is None else batch, limit)
     # Not inference mode: what a network keeps from a forward pass could not be trained with.
     with torch.no_grad(), same_random_numbers(), same_state(twin):
-        return _evaluate(twin.eval(), batches, where, known)
+        return _evaluate(twin.eval(), batches, where, whole_span(source))
+
+
+def _usual(source: Any, where: torch.device) -> int:
+    return SMALL.get(where.type, BATCH) if isinstance(source, Resident) else BATCH
 
 
 def _batches(data: Any, batch: int, limit: int | None) -> Iterable[tuple[Any, Tensor]]:
