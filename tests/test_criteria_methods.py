@@ -14,6 +14,8 @@ from sosp.errors import ArgumentError, StructureError
 from sosp.records import SCOPES
 from sosp.structures import KINDS
 
+RANKS_NOTHING = {"training", "rotation"}  # needs of methods whose result comes another way
+
 FIRST = ["sosp-h", "sosp-i", "sosp-i-diagonal", "first-order", "exact", "random"]
 LAYERWISE = {"magnitude-l1", "magnitude-l2", "fpgm", "hrank", "ccp"}
 DATA_FREE = {"magnitude-l1", "magnitude-l2", "slimming", "fpgm"}
@@ -74,8 +76,8 @@ def test_the_others_read_all_they_were_allowed(method: str) -> None:
 
 @pytest.mark.parametrize("method", sosp.METHODS)
 def test_a_saliency_carries_the_scope_of_its_method(method: str) -> None:
-    if sosp.METHODS[method].needs == ("training",):
-        pytest.skip("its scores come from training")
+    if not RANKS_NOTHING.isdisjoint(sosp.METHODS[method].needs):
+        pytest.skip("it ranks no structures of a network as it is")
     c = case("conv-bn")
     s = sosp.score(c.model, (c.inputs, c.targets), method=method)
     assert s.scope == sosp.METHODS[method].scope
@@ -187,7 +189,7 @@ def test_the_methods_that_are_named_do_work(kind: str) -> None:
     fit = [n for n, m in sosp.METHODS.items() if kind in m.kinds and "coupled" not in m.needs and n not in few]
     assert {"magnitude-l1", "random", "snip", "first-order"} <= set(fit)
     for method in fit:
-        if "training" not in sosp.METHODS[method].needs:
+        if RANKS_NOTHING.isdisjoint(sosp.METHODS[method].needs):
             scores = sosp.score(c.model, (c.inputs, c.targets), method=method, structures=found).scores
             assert scores.shape == (len(found),), method
 
@@ -205,3 +207,15 @@ def test_single_precision_finds_nearly_the_same(method: str) -> None:
         return float((a.double() - b).norm() / b.norm())
 
     assert off(found, wanted) < 1e-4
+
+
+def test_eigendamage_says_where_it_is() -> None:
+    c = case("conv-bn")
+    with pytest.raises(StructureError, match=r"basis of its own.*sosp\.eigendamage\(model, data, ratio=\.\.\.\)"):
+        sosp.score(c.model, (c.inputs, c.targets), method="eigendamage")
+
+
+def test_who_samples_is_named() -> None:
+    c = case("conv-bn")
+    with pytest.raises(ArgumentError, match=r"classes= is for 'sosp-i', 'sosp-i-diagonal', 'obd', 'obd-diagonal'"):
+        sosp.score(c.model, (c.inputs, c.targets), method="fisher", classes=2)

@@ -66,6 +66,9 @@ METHODS: dict[str, Method] = {
     ),
     "obd": Method(obd.obd, "Fisher of a filter's weights together, from Kronecker factors", WANG, samples=True),
     "obd-diagonal": Method(obd.obd_diagonal, "Fisher of a filter's weights, one by one", WANG, samples=True),
+    "eigendamage": Method(
+        learned.learned, "directions of a layer's Kronecker factors (sosp.eigendamage)", WANG, FILTERS, ("rotation",)
+    ),
     "fpgm": Method(
         fpgm.fpgm,
         "distance to the other filters of the layer",
@@ -148,9 +151,8 @@ def score(
     check_loss(loss)
     chosen = METHODS[method]
     if classes is not None and not chosen.samples:
-        raise ArgumentError(
-            f"classes= is for 'sosp-i' and 'sosp-i-diagonal'; method={method!r} does not sample outputs."
-        )
+        those = ", ".join(repr(name) for name, m in METHODS.items() if m.samples)
+        raise ArgumentError(f"classes= is for {those}; method={method!r} does not sample outputs.")
     with borrowed(model):  # reading a shuffled loader draws random numbers; they are given back too
         if structures is not None:
             check_structures(model, structures, method)

@@ -1,4 +1,4 @@
-"""Methods that are no look at a network: what they say comes out of a training or a search, in ``sosp.learned``."""
+"""Methods that are no look at the structures of a network: a training, a search, or another basis says what goes."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from sosp.passes import Problem
 
 
 def learned(problem: Problem, options: Options) -> Tensor:
-    """Nothing can be said of the network as it is; the need "training" refuses before this is called."""
-    raise AssertionError("a method that is learned was asked to score")
+    """Nothing can be said of the network as it is; the need "training" or "rotation" refuses before this is called."""
+    raise AssertionError("a method that ranks no structures was asked to score")

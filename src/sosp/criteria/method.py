@@ -89,6 +89,11 @@ NEEDS: dict[str, Need] = {
         "Train with it first: sosp.learned.{method}(model, data, ...)",
         lambda model, structures: [],
     ),
+    "rotation": Need(
+        "a basis of its own, in which it removes directions instead of structures",
+        "It makes the smaller network itself: sosp.eigendamage(model, data, ratio=...)",
+        lambda model, structures: [],
+    ),
 }
 
 
