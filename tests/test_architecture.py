@@ -50,6 +50,7 @@ ALLOWED = {
     "eigendamage": "errors ranks records recipe batches losses structures passes preserve kfac criteria cost verify "
     "checkpoint",
     "widening": "errors recipe flow structures verify surgery",
+    "bottlenecks": "errors records flow mask cost greedy checkpoint widening",
     "latency": "errors batches preserve",
     "prune": "records batches losses flow structures criteria mask cost selection surgery checkpoint",
     "nets": "errors",
@@ -58,17 +59,24 @@ ALLOWED = {
     "training": "errors ranks archive batches losses preserve progress data",
     "learned": "errors progress ranks records layers preserve batches losses structures gates mask cost criteria data "
     "training",
-    "comparison": "errors ranks records flow criteria mask cost selection structures surgery data training",
-    "sosp": "errors records flow structures passes criteria mask cost selection surgery widening latency checkpoint "
-    "prune eigendamage nets data training learned comparison",
+    "comparison": "errors ranks records flow criteria mask cost selection structures surgery eigendamage data "
+    "training",
+    "expansion": "errors ranks records flow structures preserve mask cost selection checkpoint surgery widening "
+    "bottlenecks prune nets data training comparison",
     "models": "errors archive checkpoint nets usercode",
     "options": "errors",
-    "config": "errors comparison records structures criteria selection surgery nets training options",
+    "config": "errors comparison expansion records structures criteria selection surgery nets training options",
     "runs": "errors config",
-    "pipeline": "errors prune ranks comparison batches losses records flow structures criteria mask cost selection "
+    "pipeline": "errors prune ranks comparison bottlenecks expansion nets batches losses records flow structures criteria mask cost selection "
     "surgery latency checkpoint data training learned models config runs",
+    "report": "errors checkpoint comparison models config runs training",
+    "experiments": "errors records criteria mask cost selection structures surgery eigendamage checkpoint data training "
+    "learned comparison models runs pipeline",
+    "sosp": "errors records flow structures passes criteria mask cost selection surgery widening latency checkpoint "
+    "bottlenecks expansion prune eigendamage nets data training learned comparison experiments",
     "demo": "errors sosp runs",
-    "cli": "errors progress ranks mask cost checkpoint training sosp models options config runs pipeline demo",
+    "cli": "errors progress ranks mask cost checkpoint training sosp models options config runs pipeline report "
+    "experiments demo",
     "__main__": "cli",
 }
 
@@ -81,9 +89,10 @@ PUBLIC = [
     *("eigendamage", "Eigendamaged"),
     *("shrink", "widen", "count", "Cost", "latency", "Latency"),
     *("compare",),
+    *("bottlenecks", "Bottlenecks", "expand"),
     *("train", "Trained", "Schedule", "SCHEDULES", "Speed", "evaluate", "Accuracy", "recalibrate"),
     *("save", "load"),
-    *("nets", "data", "learned", "errors", "__version__"),
+    *("nets", "data", "learned", "experiments", "errors", "__version__"),
 ]
 
 # Oracles stand on torch and the standard library alone, and may not reach sosp by a detour.

@@ -209,3 +209,30 @@ def test_seeds_begin_where_they_are_told(model: nn.Module, data: Any, cells: tup
     assert replace(found, seconds=0.0) == replace(wanted, seconds=0.0)
     with pytest.raises(ArgumentError, match="seed=-1"):
         replace(PLAN, seed=-1)
+
+
+def test_eigendamage_stands_beside_the_others(model: nn.Module, data: Any, tmp_path: Path) -> None:
+    """Its directions are no structures, and its network no masked one; the rest of a cell is as for any method."""
+    plan = Plan(("eigendamage", "random"), (0.3, 0.6), examples=60, recalibrate=100)
+    schedule = replace(sosp.SCHEDULES["finetune-digits"], epochs=1)
+    found = compare(model, data, plan, schedule=schedule, folder=tmp_path)
+    example, _ = next(iter(data.train.ordered(batch=8, limit=8)))
+    for cell in found[:2]:
+        batches = list(data.train.subset(60, 0).ordered(batch=250))
+        generator = torch.Generator().manual_seed(0)
+        made = sosp.eigendamage(model, batches, ratio=cell.ratio, examples=60, generator=generator)
+        again = sosp.recalibrate(made.model, data.train, examples=100)
+        assert cell.params == cell.params_alternative == sum(p.numel() for p in made.model.parameters())
+        assert cell.macs == cell.macs_alternative == sosp.count(made.model, example).macs
+        assert cell.removed == made.lost == sum(len(r.columns) + len(r.rows) for r in made.removed.values())
+        assert cell.structures == made.directions == 1 + 8 + 8 + 10 + 10 + 8
+        assert cell.masked == sosp.evaluate(made.model, data.test).top1
+        assert cell.recalibrated == sosp.evaluate(again, data.test).top1
+        assert cell.tuned == sosp.train(made.model, data, schedule).history[-1].test.top1
+
+
+def test_all_that_need_no_training_are_compared_by_default(tmp_path: Path) -> None:
+    words = ["compare", "sosp:digits_resnet", "--data", "digits", "--dry-run", "--json", "--out", f"{tmp_path}/run"]
+    named = json.loads(call(*words).stdout.splitlines()[-1])["compare"]["methods"]
+    learned = {"variational", "gal", "amc", "exact"}
+    assert set(sosp.METHODS) - set(named) == learned

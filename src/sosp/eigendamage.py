@@ -75,13 +75,18 @@ class Eigendamaged:
     model: nn.Module
     removed: Mapping[str, Removed]  # layer, now a Bottleneck -> what it lost
     kept: Mapping[str, str]  # layer that stayed as it was -> why
+    directions: int  # of all layers that were ranked, inputs and outputs
     cost_before: Cost | None  # None where the channels of the network cannot be followed
     cost_after: Cost | None
 
     def __repr__(self) -> str:
-        lost = sum(len(r.columns) + len(r.rows) for r in self.removed.values())
         costs = f", {self.cost_before!r} -> {self.cost_after!r}" if self.cost_after else ""
-        return f"Eigendamaged({len(self.removed)} bottlenecks, {lost} directions removed{costs})"
+        return f"Eigendamaged({len(self.removed)} bottlenecks, {self.lost} directions removed{costs})"
+
+    @property
+    def lost(self) -> int:
+        """Directions that are gone."""
+        return sum(len(r.columns) + len(r.rows) for r in self.removed.values())
 
 
 def eigendamage(
@@ -123,7 +128,8 @@ def eigendamage(
             del parts[name], removed[name]
     small = build(model, parts, example)
     before = None if structures.flow is None else whole_cost(structures.flow)
-    return Eigendamaged(small, removed, kept, before, before and _cost(small, example))
+    directions = sum(len(part.columns) + len(part.rows) for part in rotated.values())
+    return Eigendamaged(small, removed, kept, directions, before, before and _cost(small, example))
 
 
 def rebuild(path: str | Path, model: nn.Module) -> nn.Module:
@@ -199,6 +205,11 @@ def _treated(model: nn.Module, structures: Structures) -> tuple[Structures, dict
         raise StructureError(f"no layer of the network can be a bottleneck: {listed}.")
     layers, ids = zip(*pairs, strict=True)
     return dataclasses.replace(structures, layers=layers, ids=ids), kept
+
+
+def check_layers(model: nn.Module, structures: Structures) -> None:
+    """Refuse a network in which nothing could become a bottleneck."""
+    _treated(model, structures)
 
 
 def _untreatable(model: nn.Module, layer: nn.Module) -> str | None:

@@ -11,14 +11,10 @@ from torch import nn
 
 from sosp import ranks
 from sosp.comparison.cells import Cell, Cells, Plan
-from sosp.comparison.work import Masks, Work, prepared
-from sosp.cost import alternative
+from sosp.comparison.cutting import Cutter, cutter
+from sosp.comparison.work import Work, prepared
 from sosp.data import Dataset
 from sosp.errors import DisconnectedError
-from sosp.flow import Flow
-from sosp.flow.layout import Style
-from sosp.mask import Mask
-from sosp.surgery import shrink, shrink_along
 from sosp.training import Schedule, Speed, evaluate, recalibrate, train
 
 TOGETHER = 8  # networks that are fine-tuned side by side
@@ -51,59 +47,48 @@ def compare(
     ranks.wait()  # all have read what is there before one of them writes
     for seed in plan.draws:
         for method in plan.methods:
-            masks = Masks(work, method, seed)
-            _cut(work, masks, cells, on_cell)
+            cuts = cutter(work, method, seed)
+            _cut(work, cuts, cells, on_cell)
             if schedule is not None:
-                _tune(work, masks, cells, on_cell, schedule, place, speed)
+                _tune(work, cuts, cells, on_cell, schedule, place, speed)
     wanted = [(m, r, s) for m in plan.methods for r in plan.ratios for s in plan.draws]
     return tuple(cells.known[key] for key in wanted)
 
 
-def _cut(work: Work, masks: Masks, cells: Cells, on_cell: OnCell | None) -> None:
+def _cut(work: Work, cuts: Cutter, cells: Cells, on_cell: OnCell | None) -> None:
     """The cells of a method and a seed that are not there yet, before any training."""
     for ratio in work.plan.ratios:
-        if (masks.method, ratio, masks.seed) not in cells.known:
-            cell = _measured(work, masks, ratio)
+        if (cuts.method, ratio, cuts.seed) not in cells.known:
+            cell = _measured(work, cuts, ratio)
             cells.keep(cell)
             if on_cell is not None:
                 on_cell(cell)
 
 
-def _measured(work: Work, masks: Masks, ratio: float) -> Cell:
-    blank = Cell(masks.method, ratio, masks.seed)
+def _measured(work: Work, cuts: Cutter, ratio: float) -> Cell:
+    blank = Cell(cuts.method, ratio, cuts.seed)
     try:
-        mask, seconds = masks.at(ratio)
+        cut = cuts.at(ratio)
     except DisconnectedError as error:
         return replace(blank, refusal=str(error))
-    flow = work.structures(masks.method).flow
-    other = alternative(flow, flow.removed(mask.removed, {layer.name: layer.norms for layer in mask.layers}))
-    small, exact = shrink_along(work.model, mask, work.example, flow, verify=False)  # computes what the masked one does
-    cut = _quick(work, mask, flow, small)
-    again = recalibrate(cut, work.data.train, examples=work.plan.recalibrate, seed=masks.seed)
+    again = recalibrate(cut.quick, work.data.train, examples=work.plan.recalibrate, seed=cuts.seed)
     return replace(
         blank,
-        structures=mask.structures,
-        removed=mask.chosen,
-        params=exact.params,
-        macs=exact.macs,
-        params_alternative=other.params,
-        macs_alternative=other.macs,
-        masked=evaluate(cut, work.data.test).top1,
+        structures=cut.structures,
+        removed=cut.removed,
+        params=cut.exact.params,
+        macs=cut.exact.macs,
+        params_alternative=cut.other.params,
+        macs_alternative=cut.other.macs,
+        masked=evaluate(cut.quick, work.data.test).top1,
         recalibrated=evaluate(again, work.data.test).top1,
-        seconds=seconds,
+        seconds=cut.seconds,
     )
-
-
-def _quick(work: Work, mask: Mask, flow: Flow, small: nn.Module) -> nn.Module:
-    """The same in the form that runs fastest: channels last, and on a CPU without scatters (0.8 of the time)."""
-    if work.device.type == "cpu":
-        small, _ = shrink_along(work.model, mask, work.example, flow, Style("zeros"), verify=False)
-    return small.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def _tune(
     work: Work,
-    masks: Masks,
+    cuts: Cutter,
     cells: Cells,
     on_cell: OnCell | None,
     schedule: Schedule,
@@ -111,15 +96,15 @@ def _tune(
     speed: Speed | None,
 ) -> None:
     """Fine-tune what is not yet, all ratios of a method side by side."""
-    keys = [(masks.method, ratio, masks.seed) for ratio in work.plan.ratios]
+    keys = [(cuts.method, ratio, cuts.seed) for ratio in work.plan.ratios]
     left = [cells.known[k] for k in keys if not cells.known[k].refusal]
     if all(cell.tuned is not None for cell in left):
         return
     for start in range(0, len(left), TOGETHER):
         part = {f"{c.method}-{c.ratio:g}": c for c in left[start : start + TOGETHER]}
-        small = {name: shrink(work.model, masks.at(c.ratio)[0], work.example) for name, c in part.items()}
-        place = None if folder is None else folder / "checkpoints" / f"{masks.method}-{masks.seed}-{start}"
-        trained = train(small, work.data, schedule, seed=masks.seed, folder=place, device=work.device, speed=speed)
+        small = {name: cuts.at(c.ratio).model for name, c in part.items()}
+        place = None if folder is None else folder / "checkpoints" / f"{cuts.method}-{cuts.seed}-{start}"
+        trained = train(small, work.data, schedule, seed=cuts.seed, folder=place, device=work.device, speed=speed)
         for name, cell in part.items():
             history = trained[name].history
             tested = [e.test.top1 for e in history if e.test is not None]

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from sosp.comparison.cells import Plan
-from sosp.criteria import check_structures, score
+from sosp.criteria import METHODS, check_structures, score
 from sosp.data import Dataset
-from sosp.mask import Mask
+from sosp.eigendamage import check_layers
 from sosp.records import Saliency, Structures
-from sosp.selection import select
 from sosp.structures import find_structures
 
 BATCH = 250  # of the data that is scored with; passes cut it to what fits
@@ -42,21 +41,19 @@ class Work:
 
     def saliency(self, method: str, seed: int) -> tuple[Saliency, float]:
         """By one pass over examples that the seed draws; and the seconds it took."""
+        examples, structures = self.examples(seed), self.structures(method)
+        begun = self.clock()
+        generator = torch.Generator().manual_seed(seed)
+        found = score(self.model, examples, method=method, structures=structures, examples=None, generator=generator)
+        return found, self.clock() - begun
+
+    def examples(self, seed: int) -> list[Any]:
+        """Those that the seed draws, in batches."""
         source = self.data.train
         count = min(self.plan.examples, len(source))
-        examples = list(source.subset(count, seed).to(self.device).ordered(batch=BATCH))
-        begun = self._clock()
-        found = score(
-            self.model,
-            examples,
-            method=method,
-            structures=self.structures(method),
-            examples=count,
-            generator=torch.Generator().manual_seed(seed),
-        )
-        return found, self._clock() - begun
+        return list(source.subset(count, seed).to(self.device).ordered(batch=BATCH))
 
-    def _clock(self) -> float:
+    def clock(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
@@ -71,19 +68,13 @@ def prepared(model: nn.Module, data: Dataset, plan: Plan, device: torch.device |
     example, _ = next(iter(data.train.ordered(batch=8, limit=8)))
     work = Work(twin, data, plan, first, example.to(first))
     for method in plan.methods:
-        check_structures(twin, work.structures(method), method)
+        check_method(twin, work.structures(method), method)
     return work
 
 
-class Masks:
-    """What a method removes at each ratio; it scores when it is first asked."""
-
-    def __init__(self, work: Work, method: str, seed: int) -> None:
-        self.work, self.method, self.seed = work, method, seed
-        self.found: tuple[Saliency, float] | None = None
-
-    def at(self, ratio: float) -> tuple[Mask, float]:
-        """The mask, and the seconds that scoring took."""
-        if self.found is None:
-            self.found = self.work.saliency(self.method, self.seed)
-        return select(self.found[0], ratio=ratio), self.found[1]
+def check_method(model: nn.Module, structures: Structures, method: str) -> None:
+    """Refuse a method that cannot be compared on this network."""
+    if "rotation" in METHODS[method].needs:
+        check_layers(model, structures)
+    else:
+        check_structures(model, structures, method)

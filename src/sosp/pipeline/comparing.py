@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from sosp.comparison import Plan, Summary, compare, summaries
 from sosp.comparison.summary import FIGURES
-from sosp.comparison.work import prepared
+from sosp.comparison.work import check_method, prepared
 from sosp.config import Pruning
-from sosp.criteria import METHODS, check_structures
+from sosp.cost import count
+from sosp.criteria import METHODS
 from sosp.errors import ArgumentError, StructureError
 from sosp.pipeline.job import Job
 from sosp.runs import Run, write_text
 from sosp.structures import downsampling, find_structures
+from sosp.training import evaluate
 
 if TYPE_CHECKING:
     from sosp.pipeline.stages import Stand, Watcher
@@ -50,7 +52,7 @@ def _all(job: Job, plan: Plan) -> Plan:
     found = {g: find_structures(job.start, job.example, groups=g, **options) for g in {plan.groups, "coupled"}}
     for name in METHODS:
         try:
-            check_structures(job.start, found[plan.groups_for(name)], name)
+            check_method(job.start, found[plan.groups_for(name)], name)
         except (ArgumentError, StructureError):
             continue
         fit += [name] * (name not in SLOW)
@@ -80,7 +82,9 @@ def run_comparison(stage: str, job: Job, stand: Stand, run: Run, watch: Watcher)
     found = summaries(cells)
     if run.writes:
         write_text(run.folder / TABLE, as_csv(found))
-    return {"cells": len(cells), "summaries": [asdict(s) for s in found]}
+    tested, cost = evaluate(stand.model, job.dataset.test, device=job.device), count(stand.model, job.example)
+    before = {**asdict(tested), "params": cost.params, "macs": cost.macs}
+    return {"cells": len(cells), "before": before, "summaries": [asdict(s) for s in found]}
 
 
 def as_csv(found: list[Summary]) -> str:
