@@ -134,6 +134,7 @@ class Adversary(Companion):
         ranks.sum_(slope)
         self.fista.step(slope, rate)
         self.mask.grad = None
+        self.numbers = ()  # with their graph, which a step that is captured afterwards would stumble over
 
     def tensors(self) -> dict[str, Tensor]:
         return self.fista.tensors()
