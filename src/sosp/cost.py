@@ -107,7 +107,9 @@ def _gone(flow: Flow, layout: Layout) -> set[str]:
 def _elements(d: Dense, counts: np.ndarray) -> int:
     """rows x columns / groups x kernel."""
     rows, columns = int(counts[d.out].sum()), int(counts[d.into[0]].sum())
-    groups = int(counts[d.out].reshape(d.groups, -1).any(axis=1).sum())
+    held = counts[d.out].reshape(d.groups, -1).any(axis=1)
+    # A depthwise convolution that is widened has a group for every channel that it reads.
+    groups = int((held * np.maximum(counts[d.into[0]], 1)).sum() if d.groups == len(d.into[0]) else held.sum())
     return rows * columns // max(groups, 1) * d.kernel
 
 

@@ -63,6 +63,13 @@ def greedy(saliency: Saliency, count: int, weights: Tensor | None, room: Room) -
     return _one_by_one(saliency, count, weights, room)
 
 
+def ranks_of(saliency: Saliency) -> Tensor:
+    """(S,) when each structure would go, 0 first, if all were ranked together and all went."""
+    structures, device = saliency.structures, saliency.scores.device
+    order = greedy(saliency, len(structures), None, Room(structures, None, device))
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
+
+
 def _by_order(scores: Tensor, count: int, weights: Tensor | None, room: Room) -> Tensor:
     """Costs do not depend on what is gone: sort once, skipping layers that are full."""
     costs = scores.double() if weights is None else scores.double() / weights.to(scores.device)

@@ -38,6 +38,11 @@ def widen(model: nn.Module, factors: Mapping[str, float], example: Any, *, init:
     found = _factors(model, flow, factors)
     layout = widened(flow, found, frozenset(factors) & frozenset(found))
     _refuse_nothing(flow, layout, found, factors)
+    return widen_along(model, flow, layout, example, init)
+
+
+def widen_along(model: nn.Module, flow: Flow, layout: Layout, example: Any, init: str) -> nn.Module:
+    """``widen`` with the channel flow at hand, and how often every value occurs."""
     recipe = write(model, flow.graph, layout, {})
     _refuse_trouble(model, flow, layout, recipe, example)
     wide = cooked(model, recipe)
@@ -67,11 +72,11 @@ def _factors(model: nn.Module, flow: Flow, factors: Mapping[str, float]) -> dict
 
 
 def widened(flow: Flow, factors: Mapping[str, float], named: frozenset[str] = frozenset()) -> Layout:
-    """How often every value occurs; channels that are tied to each other occur equally often."""
-    together = flow.graph.classes(_ties(flow))
+    """How often every value occurs, never where a factor is below 1; tied channels occur equally often."""
+    together = flow.graph.classes(ties(flow))
     held = np.zeros(flow.graph.count, dtype=bool)
     held[together[flow.pins]] = True
-    counts = np.ones(flow.graph.count, dtype=np.int64)
+    counts = np.full(flow.graph.count, -1, dtype=np.int64)  # where nothing was asked for
     stuck = []
     for name, factor in sorted(factors.items(), key=lambda item: list(flow.graph.calls).index(item[0])):
         ids = together[flow.graph.calls[name][0].out]
@@ -83,10 +88,12 @@ def widened(flow: Flow, factors: Mapping[str, float], named: frozenset[str] = fr
     stuck = [n for n in stuck if n in named] or (stuck if len(stuck) == len(factors) else [])
     if stuck:
         reasons = [str(p) for p in flow.pinned if set(p.layers) & set(stuck)]
+        reasons = reasons or ["they are added to channels of which the code fixes the number: zeros that pad others."]
         raise StructureError(
             f"{', '.join(map(repr, stuck))} cannot be widened: the width is fixed.\n  " + "\n  ".join(reasons)
         )
     whole_ = whole(flow.graph.count)
+    counts = np.where(counts < 0, 1, counts)
     return Layout(counts[together], whole_.zero, whole_.needed, frozenset())
 
 
@@ -102,14 +109,18 @@ def _refuse_nothing(flow: Flow, layout: Layout, found: Mapping[str, float], fact
             )
 
 
-def _ties(flow: Flow) -> list[tuple[Ids, Ids]]:
+def ties(flow: Flow) -> list[tuple[Ids, Ids]]:
     """What leaves a module was computed in it; a depthwise convolution has as many channels out as in."""
     cuts = [c for cuts in flow.graph.calls.values() for c in cuts]
-    ties = [(c.into[c.index >= 0], c.out[c.index >= 0]) for c in cuts]  # what is scattered to zeros comes from nowhere
+    found = [(c.into[c.index >= 0], c.out[c.index >= 0]) for c in cuts]  # what is scattered to zeros comes from nowhere
     for d in flow.graph.dense.values():
-        if d.groups > 1 and d.groups == len(d.into[0]):
-            ties.append((np.repeat(d.into[0], len(d.out) // d.groups), d.out))
-    return ties
+        if is_depthwise(d):
+            found.append((np.repeat(d.into[0], len(d.out) // d.groups), d.out))
+    return found
+
+
+def is_depthwise(d: Dense) -> bool:
+    return 1 < d.groups == len(d.into[0])
 
 
 def _period(flow: Flow, together: Ids, ids: Ids) -> int:
@@ -126,7 +137,7 @@ def _period(flow: Flow, together: Ids, ids: Ids) -> int:
 def _copies(width: int, factor: float, groups: int) -> np.ndarray:
     """(width,) how often each channel occurs, so that there are ``factor`` times as many in all."""
     inside = width // groups
-    wanted = max(inside, round(inside * factor))
+    wanted = max(1, round(inside * factor))
     one = np.full(inside, wanted // inside)
     one[: wanted % inside] += 1
     return np.tile(one, groups)

@@ -1,0 +1,128 @@
+"""Which layers have one width, and which make up a block: from the streams of a network, whatever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from sosp.errors import ArgumentError, StructureError, nearest
+from sosp.flow import Flow
+from sosp.records import Structures
+from sosp.widening import is_depthwise, ties
+
+Key = tuple[int, ...]  # of a stream: the classes of its channels
+Named = Mapping[str, Iterable[str]]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Layers that are widened together."""
+
+    name: str
+    layers: tuple[str, ...]
+
+
+class Streams:
+    """The streams that layers give their channels to, and who reads them."""
+
+    def __init__(self, flow: Flow) -> None:
+        together = flow.graph.classes(ties(flow))
+        calls = flow.graph.calls
+        dense = {d.module: d for d in flow.graph.dense.values() if d.module in calls}
+        self.key: dict[str, Key] = {n: tuple(np.sort(together[calls[n][0].out]).tolist()) for n in dense}
+        self.reads = {n: {c for into in d.into for c in together[into].tolist()} for n, d in dense.items()}
+        self.members: dict[Key, list[str]] = {}
+        for name, key in self.key.items():
+            self.members.setdefault(key, []).append(name)
+        mixing = {n for n, d in dense.items() if not is_depthwise(d)}
+        self.joints = {key for key, names in self.members.items() if len(mixing & set(names)) > 1}
+        self._ahead: dict[Key, Key | None] = {}
+
+    def ahead(self, key: Key) -> Key | None:
+        """The first stream, from here on, that several layers are added up in; None if there is not exactly one."""
+        if key in self.joints:
+            return key
+        if key not in self._ahead:
+            self._ahead[key] = None  # for a layer that reads itself
+            mine = set(key)
+            found = {self.ahead(self.key[n]) for n, read in self.reads.items() if read & mine and self.key[n] != key}
+            self._ahead[key] = found.pop() if len(found) == 1 else None
+        return self._ahead[key]
+
+
+def blocks_of(structures: Structures, named: Named | None = None) -> tuple[Block, ...]:
+    """The blocks of a network, in its order.
+
+    Layers that are added up have one width; those inside the branches that lead there belong to them: a stage of a
+    ResNet. Every other layer is a block by itself, as in a VGG. Where that leaves one block for all, as in a
+    transformer, every stream is one. ``named``, block -> layers, containers or patterns, says it otherwise.
+    """
+    layers = [layer.name for layer in structures.layers]
+    streams = None if structures.flow is None else Streams(structures.flow)
+    if named is not None:
+        return _named(layers, named, streams)
+    if streams is None:
+        return tuple(Block(name, (name,)) for name in layers)
+    found = _grouped(layers, {n: streams.ahead(k) or k for n, k in streams.key.items()})
+    found = found if len(found) > 1 else _grouped(layers, streams.key)
+    return tuple(Block(_name(group, layers), tuple(group)) for group in found)
+
+
+def _grouped(layers: list[str], key: Mapping[str, Key]) -> list[list[str]]:
+    groups: dict[object, list[str]] = {}
+    for name in layers:
+        groups.setdefault(key.get(name, name), []).append(name)
+    return list(groups.values())
+
+
+def _name(group: list[str], layers: list[str]) -> str:
+    """The container that holds most of it and nothing else; without one, its first and its last layer."""
+    if len(group) == 1:
+        return group[0]
+    held: dict[str, list[str]] = {}
+    for layer in layers:
+        for container in _containers(layer):
+            held.setdefault(container, []).append(layer)
+    inside = {c: len(names) for c, names in held.items() if set(names) <= set(group)}
+    best = max(inside, key=lambda c: inside[c], default="")
+    return best if 2 * inside.get(best, 0) > len(group) else f"{group[0]} to {group[-1]}"
+
+
+def _containers(layer: str) -> list[str]:
+    """``a.b``, ``a`` of ``a.b.c``; the outermost last."""
+    parts = layer.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts))]
+
+
+def _named(layers: list[str], named: Named, streams: Streams | None) -> tuple[Block, ...]:
+    """As the user says; layers that no block names are blocks by themselves."""
+    home: dict[str, str] = {}
+    for block, patterns in named.items():
+        for layer in _covered(block, patterns, layers):
+            if home.setdefault(layer, block) != block:
+                raise ArgumentError(f"blocks puts {layer!r} into {home[layer]!r} and into {block!r}; choose one.")
+    home = {layer: home.get(layer, layer) for layer in layers}
+    for names in [] if streams is None else streams.members.values():
+        mine = [n for n in names if n in home]
+        for other in mine[1:]:
+            if home[other] != home[mine[0]]:
+                raise StructureError(
+                    f"blocks separates {mine[0]!r} ({home[mine[0]]}) and {other!r} ({home[other]}), whose outputs are "
+                    "added up or meet channel by channel: they have one width. Put them into one block."
+                )
+    return tuple(Block(b, tuple(n for n in layers if home[n] == b)) for b in dict.fromkeys(home.values()))
+
+
+def _covered(block: str, patterns: Iterable[str], layers: list[str]) -> list[str]:
+    words = [patterns] if isinstance(patterns, str) else list(patterns)
+    found = []
+    for word in words:
+        hit = [n for n in layers if n == word or n.startswith(f"{word}.") or fnmatchcase(n, word)]
+        if not hit:
+            known = dict.fromkeys([*layers, *(c for layer in layers for c in _containers(layer))])
+            raise StructureError(f"blocks[{block!r}] names {word!r}, which is no layer here.{nearest(word, known)}")
+        found += hit
+    return found

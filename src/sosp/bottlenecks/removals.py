@@ -1,0 +1,104 @@
+"""From saliencies and masks to counts: what every layer loses at each overall ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sosp.checkpoint.saliency import SavedSaliency, removed_by
+from sosp.errors import ArgumentError
+from sosp.greedy import ranks_of
+from sosp.mask import Mask
+from sosp.records import Saliency, Structures
+
+RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+Given = Saliency | SavedSaliency | Mask | Sequence[Mask]
+
+
+@dataclass(frozen=True, eq=False)
+class Removals:
+    """What L layers of S structures in all lose at R overall ratios."""
+
+    layers: tuple[str, ...]
+    sizes: tuple[int, ...]  # (L,) structures
+    gone: tuple[tuple[int, ...], ...]  # (R, L)
+    method: str = ""
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        return tuple(sum(row) / self.total for row in self.gone)
+
+
+def removals_of(given: Given, ratios: Sequence[float] | None, structures: Structures | None) -> Removals:
+    """Count; layers whose channels are structures of other layers are left out."""
+    if isinstance(given, Saliency):
+        _refuse_by_layer(given.method, given.scope)
+        found = given.structures
+        return _ranked([x.name for x in found.layers], found.owner(), ranks_of(given).cpu(), ratios, given.method)
+    if isinstance(given, SavedSaliency):
+        _refuse_by_layer(given.method, given.scope)
+        return _ranked(list(given.layers), given.index, given.rank, ratios, given.method)
+    if ratios is not None:
+        raise ArgumentError("masks have ratios of their own: leave out ratios=, or give a saliency.")
+    masks = [given] if isinstance(given, Mask) else list(given)
+    if not masks or not all(isinstance(m, Mask) for m in masks):
+        raise ArgumentError("give a saliency (sosp.score), a mask, or a list of masks.")
+    return _masked(sorted(masks, key=lambda m: m.ratio), structures)
+
+
+def _refuse_by_layer(method: str, scope: str) -> None:
+    if scope == "layer":
+        raise ArgumentError(
+            f"{method!r} ranks every layer by itself, so that all lose the same share: it does not say which is too "
+            "narrow. Score with a method that ranks all structures together, such as 'sosp-h'."
+        )
+
+
+def _ranked(names: list[str], owner: Tensor, rank: Tensor, ratios: Sequence[float] | None, method: str) -> Removals:
+    """At ratio r, the first ``round(r S)`` in the order of their ranks are gone."""
+    limits = [round(r * len(rank)) for r in check_ratios(RATIOS if ratios is None else ratios)]
+    return _counted(names, owner, [rank < n for n in limits], method)
+
+
+def _masked(masks: list[Mask], structures: Structures | None) -> Removals:
+    """By structures where they are known, by channels otherwise."""
+    names = [layer.name for layer in masks[0].layers]
+    for mask in masks:
+        if [layer.name for layer in mask.layers] != names:
+            raise ArgumentError("the masks are of different layers; compare masks of one network.")
+    if structures is not None:
+        if [layer.name for layer in structures.layers] != names:
+            raise ArgumentError("the structures are not those that the masks were chosen from.")
+        return _counted(names, structures.owner(), [removed_by(structures, m) for m in masks])
+    sizes = tuple(layer.channels for layer in masks[0].layers)
+    return Removals(tuple(names), sizes, tuple(tuple(len(m.removed.get(n, ())) for n in names) for m in masks))
+
+
+def _counted(names: list[str], owner: Tensor, gone: list[Tensor], method: str = "") -> Removals:
+    sizes = torch.bincount(owner, minlength=len(names)).tolist()
+    rows = [torch.bincount(owner[g], minlength=len(names)).tolist() for g in gone]
+    own = [i for i, size in enumerate(sizes) if size]
+    return Removals(
+        tuple(names[i] for i in own),
+        tuple(sizes[i] for i in own),
+        tuple(tuple(row[i] for i in own) for row in rows),
+        method,
+    )
+
+
+def check_ratios(ratios: Sequence[float]) -> tuple[float, ...]:
+    """Shares between 0 and 1, rising, each once."""
+    found = tuple(ratios)
+    for ratio in found:
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < 1:
+            raise ArgumentError(f"ratio={ratio!r} must be a share between 0 and 1.")
+    if not found or len(set(found)) < len(found):
+        raise ArgumentError(f"ratios={list(found)} must be different shares between 0 and 1, one at least.")
+    return tuple(sorted(found))

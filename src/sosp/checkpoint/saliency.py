@@ -1,0 +1,148 @@
+"""Keep what a scoring found in one small file: a number per structure, and a table of layers instead of all pairs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sosp.archive import about, as_path, read, write
+from sosp.checkpoint.claims import fields, many, one_of, parse, text, whole
+from sosp.errors import CheckpointError
+from sosp.greedy import ranks_of
+from sosp.mask import Mask
+from sosp.records import OBJECTIVES, SCOPES, Saliency, Structures
+
+DOCUMENT = fields(
+    holds=one_of(["saliency"]),
+    method=text,
+    objective=one_of(OBJECTIVES),
+    scope=one_of(SCOPES),
+    examples=whole,
+    layers=many(text),
+)
+# Tensor -> its dimensions and type; the last three may be missing.
+TENSORS: dict[str, tuple[int, torch.dtype]] = {
+    "index": (1, torch.int64),
+    "rank": (1, torch.int64),
+    "removed": (1, torch.bool),
+    "scores": (1, torch.float64),
+    "first": (1, torch.float64),
+    "second": (1, torch.float64),
+    "pairs_by_layer": (2, torch.float64),
+}
+OPTIONAL = ("first", "second", "pairs_by_layer")
+
+
+@dataclass(frozen=True, eq=False)
+class SavedSaliency:
+    """What a scoring found for S structures in L layers, and which of them went."""
+
+    method: str
+    objective: str
+    scope: str
+    examples: int
+    layers: tuple[str, ...]
+    index: Tensor  # (S,) the layer of each structure; of one over several layers the first
+    rank: Tensor  # (S,) when it would go if all structures were ranked together, 0 first
+    removed: Tensor  # (S,) whether it went
+    scores: Tensor  # (S,) what removing it alone costs
+    first: Tensor | None = None  # (S,) the first-order term
+    second: Tensor | None = None  # (S,) the second-order term, with all others or by itself
+    pairs_by_layer: Tensor | None = None  # (L, L) sums of |theta_s . H theta_s'| over the structures of two layers
+
+
+def keep_saliency(path: str | Path, saliency: Saliency, mask: Mask) -> None:
+    """Write what is known of every structure to one file, which appears only when it is complete."""
+    file = as_path(path)
+    document = {
+        "holds": "saliency",
+        "method": saliency.method,
+        "objective": saliency.objective,
+        "scope": saliency.scope,
+        "examples": saliency.examples,
+        "layers": [layer.name for layer in saliency.structures.layers],
+    }
+    with about(file):
+        write(file, json.dumps(document, separators=(",", ":")), _tensors(saliency, mask))
+
+
+def read_saliency(path: str | Path) -> SavedSaliency:
+    """What ``keep_saliency`` wrote, every field checked."""
+    file = as_path(path)
+    with about(file):
+        document, tensors = read(file)
+        found = parse(document)
+        if not isinstance(found, dict) or found.get("holds") != "saliency":
+            raise CheckpointError("holds no saliency, but something else that sosp wrote.")
+        claims = DOCUMENT(found, "")
+        del claims["holds"]
+        claims |= _checked(tensors)
+        saved = SavedSaliency(**claims)
+        _check_sizes(saved)
+    return saved
+
+
+def _tensors(saliency: Saliency, mask: Mask) -> dict[str, Tensor]:
+    structures = saliency.structures
+    found = {
+        "index": structures.owner(),
+        "rank": ranks_of(saliency),
+        "removed": removed_by(structures, mask),
+        "scores": saliency.scores,
+        "first": saliency.first,
+        "second": saliency.own,
+        "pairs_by_layer": None if saliency.pairs is None else pairs_by_layer(structures, saliency.pairs),
+    }
+    given = {name: x for name, x in found.items() if x is not None}
+    return {name: x.detach().to("cpu", TENSORS[name][1], copy=True).contiguous() for name, x in given.items()}
+
+
+def removed_by(structures: Structures, mask: Mask) -> Tensor:
+    """(S,) whether a channel of it is gone."""
+    gone = torch.zeros(len(structures) + 1, dtype=torch.bool)
+    for layer, ids in zip(structures.layers, structures.ids, strict=True):
+        if layer.name in mask.removed:
+            gone[ids[mask.removed[layer.name].cpu()]] = True
+    return gone[:-1]  # without the place where ids is -1
+
+
+def pairs_by_layer(structures: Structures, pairs: Tensor) -> Tensor:
+    """(L, L) from (S, S): sums of absolute values, a layer at a time since a copy of all pairs may not fit."""
+    owner = structures.owner().to(pairs.device)
+    total = pairs.new_zeros(len(structures.layers), len(structures.layers), dtype=torch.float64)
+    for i in range(len(structures.layers)):
+        total[i].index_add_(0, owner, pairs[owner == i].abs().sum(0, dtype=torch.float64))
+    return total
+
+
+def _checked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by name, each of its type; no others."""
+    for name in sorted(tensors.keys() ^ TENSORS.keys()):
+        if name not in OPTIONAL:
+            raise CheckpointError(f"its tensors are not those of a saliency: {name!r} is missing or too much.")
+    for name, x in tensors.items():
+        dims, dtype = TENSORS[name]
+        if x.dim() != dims or x.dtype != dtype:
+            raise CheckpointError(f"{name!r} should be {dtype} with {dims} dimensions, not {x.dtype} {tuple(x.shape)}.")
+    return dict(tensors)
+
+
+def _check_sizes(saved: SavedSaliency) -> None:
+    """S entries everywhere, layers that exist, ranks from 0 to S - 1, a square table."""
+    count, layers = len(saved.index), len(saved.layers)
+    for name in ("rank", "removed", "scores", "first", "second"):
+        x = getattr(saved, name)
+        if x is not None and len(x) != count:
+            raise CheckpointError(f"{name!r} has {len(x)} entries for {count} structures.")
+    if count and not 0 <= int(saved.index.min()) <= int(saved.index.max()) < layers:
+        raise CheckpointError(f"'index' names layers that are not among its {layers}.")
+    if not torch.equal(saved.rank.sort().values, torch.arange(count)):
+        raise CheckpointError(f"'rank' is no order of {count} structures.")
+    table = saved.pairs_by_layer
+    if table is not None and tuple(table.shape) != (layers, layers):
+        raise CheckpointError(f"'pairs_by_layer' is {tuple(table.shape)} for {layers} layers.")
