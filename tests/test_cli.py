@@ -33,10 +33,12 @@ TRAIN = (
 )
 PRUNE = (
     "--method --ratio --params --macs --cap --scope --ratios --scale --objective --groups --gate --kind --exclude "
-    "--downsampling --examples --samples --join --round-to --recalibrate"
+    "--downsampling --examples --samples --join --round-to --recalibrate --curve"
 )
 COMPARE = "--methods --ratios --seeds --statistics"
 SOME = "--gate --groups --exclude --downsampling --examples"
+EXPAND = "--widen --blocks --probe --when --ratios --sizes --tuning --seeds"
+SCORE = "--method --groups --gate --exclude --downsampling --examples"
 RUN = "--name --out --seed --device"
 SURFACE = {
     "demo": "--out --json",
@@ -45,10 +47,17 @@ SURFACE = {
     "finetune": f"MODEL|RUN --dry-run --resume {MODEL} {DATA} {TRAIN} {RUN} --json",
     "run": f"CONFIG|RUN --dry-run --resume {RUN} --json",
     "compare": f"MODEL|RUN --dry-run --resume {MODEL} {DATA} {COMPARE} {SOME} {TRAIN} {RUN} --json",
+    "expand": f"MODEL|RUN --dry-run --resume {MODEL} {DATA} {EXPAND} {SCORE} --cap {TRAIN} {RUN} --json",
+    "bottlenecks": (
+        f"MODEL|RUN --ratios --subsamples --alpha {MODEL} {DATA} {SCORE} --objective --samples --seed --device --json"
+    ),
+    "report": "RUN... --out --png --json",
     "eval": f"MODEL|RUN --batch --limit {MODEL} {DATA} --device --json",
     "count": f"MODEL|RUN --mask --convention {MODEL} --json",
     "trace": f"MODEL|RUN {MODEL} --json",
     "data": "DIR --json",
+    "reproduce": "NAME --list --status --tiny --data-dir --weights --only --seeds --epochs --retry --results --work "
+    "--page --dry-run --device --json",
 }
 COMMANDS = pytest.mark.parametrize("command", SURFACE)
 

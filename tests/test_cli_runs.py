@@ -99,6 +99,7 @@ def test_a_training(trained: Path) -> None:
         "checkpoints",
         "model.safetensors",
         "result.json",
+        "report.html",
         ".lock",
     }
     config, result = read(trained / "config.json"), read(trained / "result.json")

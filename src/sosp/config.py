@@ -13,6 +13,8 @@ from typing import Any
 from sosp.comparison import Plan
 from sosp.criteria import METHODS
 from sosp.errors import ArgumentError, nearest
+from sosp.expansion import Plan as Expansion
+from sosp.expansion.plan import WHEN
 from sosp.nets import Width
 from sosp.options import (
     FLAG,
@@ -148,17 +150,19 @@ class Pruning:
     exclude: tuple[str, ...] | None = option(TEXTS, "A layer, a container or a pattern to keep; may be repeated.")
     downsampling: bool = option(FLAG, "Also prune the skips where a ResNet changes its width.", True)
     examples: int = option(WHOLE, "Training examples to score with.", 1000, low=1)
-    samples: int | None = option(WHOLE, "For sosp-i: labels drawn per example, not all outputs.", low=1)
+    samples: int | None = option(WHOLE, "For sosp-i and obd: labels drawn per example, not all outputs.", low=1)
     join: str = option(TEXT, "How branches of other widths meet.", "scatter", choices=JOINS)
     round_to: int = option(WHOLE, "Keep widths at multiples of this.", 1, low=1)
     recalibrate: bool = option(FLAG, "Estimate batch norm statistics anew, on 2000 images.", False)
+    curve: bool = option(FLAG, "Measure the loss as structures go, on 256 images, for the report.", True)
 
     def __post_init__(self) -> None:
         given = [name for name in ("ratio", "params", "macs") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ArgumentError(f"give one of ratio, params and macs, not {' and '.join(given)}.")
-        if self.samples is not None and not self.method.startswith("sosp-i"):
-            raise ArgumentError(f"samples is for 'sosp-i' and 'sosp-i-diagonal', not for {self.method!r}.")
+        if self.samples is not None and not METHODS[self.method].samples:
+            those = ", ".join(repr(name) for name, m in METHODS.items() if m.samples)
+            raise ArgumentError(f"samples is for {those}, not for {self.method!r}.")
 
     @property
     def budget(self) -> dict[str, float]:
@@ -190,6 +194,32 @@ class Comparing:
 
 
 @dataclass(frozen=True)
+class Expanding:
+    """What is widened, and how far networks are pruned."""
+
+    factor: float = option(NUMBER, "Widen what loses least by this.", 2.0, low=1, high=64, flag="widen")
+    blocks: int | None = option(
+        WHOLE, "How many blocks to widen.", low=1, shown="one, or five where every layer is a block"
+    )
+    probe: float = option(NUMBER, "Overall ratio at which blocks are compared.", 0.5, low=0, high=1)
+    when: str = option(TEXT, "Compare and prune networks that are trained, or not yet.", "trained", choices=WHEN)
+    ratios: tuple[float, ...] = option(RATIOS, "Shares of the structures to remove.", (0.3, 0.5, 0.7))
+    sizes: tuple[float, ...] | None = option(
+        RATIOS, "Instead: parameters that may be left, shares of the network's or numbers."
+    )
+    tuning: int | None = option(WHOLE, "Epochs after the cut.", low=1, shown="as many as before it")
+    seeds: int = option(WHOLE, "How often, each time from other weights.", 1, low=1)
+
+    def __post_init__(self) -> None:
+        self.plan()
+
+    def plan(self, **more: Any) -> Expansion:
+        """What an expansion is told, which refuses what makes no sense."""
+        names = ("factor", "blocks", "probe", "when", "ratios", "sizes")
+        return Expansion(**{name: getattr(self, name) for name in names}, **more)
+
+
+@dataclass(frozen=True)
 class Place:
     """Where and how it runs."""
 
@@ -206,6 +236,7 @@ SECTIONS: dict[str, type] = {
     "prune": Pruning,
     "finetune": Training,
     "compare": Comparing,
+    "expand": Expanding,
     "run": Place,
 }
 STAGES = ("train", "prune", "finetune")
@@ -221,12 +252,15 @@ class Config:
     prune: Pruning | None = None
     finetune: Training | None = None
     compare: Comparing | None = None  # in place of the stages, with the sections [prune] and [finetune] as its options
+    expand: Expanding | None = None  # in place of the stages, with [prune] and [train] as its options
     run: Place = dataclasses.field(default_factory=Place)
 
     @property
     def stages(self) -> tuple[str, ...]:
         if self.compare is not None:
             return ("compare",)
+        if self.expand is not None:
+            return ("expand",)
         return tuple(stage for stage in STAGES if getattr(self, stage) is not None)
 
     def as_dict(self) -> dict[str, Any]:

@@ -17,8 +17,15 @@ from sosp.errors import ArgumentError, RunError
 CONFIG, LOG, METRICS, RESULT, LOCK = "config.json", "log.txt", "metrics.jsonl", "result.json", ".lock"
 FILES = {"train": "model.safetensors", "prune": "small.safetensors", "finetune": "tuned.safetensors"}
 CELLS = "cells.jsonl"  # what a comparison leaves behind
+POINTS = "points.csv"  # what an expansion leaves behind
+SALIENCY = "saliency.safetensors"  # what pruning saw in the structures
+DETAILS = "details.json"  # what a report shows of a pruning beside its figures
+REPORT = "report.html"
 # What may differ between two halves of one run; files are compared by what is in them.
-FREE = (("run", "name"), ("run", "out"), ("run", "device"), ("train", "save_every"), ("finetune", "save_every"))
+FREE = (
+    *(("run", "name"), ("run", "out"), ("run", "device")),
+    *(("train", "save_every"), ("finetune", "save_every"), ("prune", "curve")),
+)
 FILE_KEYS = (("model", "weights"), ("train", "teacher"), ("finetune", "teacher"))
 
 
@@ -49,8 +56,8 @@ class Run:
     writes: bool = True
 
     def file(self, stage: str) -> Path:
-        """What a stage leaves behind: a network, or the cells of a comparison."""
-        return self.folder / FILES.get(stage, CELLS)
+        """What a stage leaves behind: a network, the cells of a comparison, or the points of an expansion."""
+        return self.folder / {**FILES, "compare": CELLS, "expand": POINTS}[stage]
 
     def checkpoints(self, stage: str) -> Path:
         return self.folder / "checkpoints" / stage
@@ -174,6 +181,8 @@ def network_of(folder: str | Path) -> tuple[Record, Path]:
     record, run = read_record(folder), Run(Path(folder), writes=False)
     if record.config.compare is not None:
         raise RunError(f"{folder}: holds a comparison, which leaves no network behind.")
+    if record.config.expand is not None:
+        raise RunError(f"{folder}: holds an expansion, which leaves several networks behind (seed*/networks).")
     done = [stage for stage in record.config.stages if run.done(stage)]
     if not done:
         raise RunError(f"{folder}: no stage of this run is done. Go on with it: sosp run {folder}")

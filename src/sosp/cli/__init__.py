@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import sosp
-from sosp.cli import look, show, work
+from sosp.cli import expand, look, report, reproduce, show, work
 
 app = typer.Typer(
     name="sosp",
@@ -24,10 +24,14 @@ COMMANDS = {
     "finetune": work.finetune,
     "run": work.run,
     "compare": work.compare,
+    "expand": expand.expand,
+    "bottlenecks": expand.bottlenecks,
+    "report": report.report,
     "eval": look.evaluate,
     "count": look.count,
     "trace": look.trace,
     "data": look.data,
+    "reproduce": reproduce.reproduce,
 }
 for name, command in COMMANDS.items():
     app.command(name)(command)

@@ -21,6 +21,7 @@ PANELS = {
     "prune": "Pruning",
     "finetune": "Training",
     "compare": "Comparison",
+    "expand": "Expansion",
     "run": "Run",
 }
 

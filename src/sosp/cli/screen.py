@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import sys
+import textwrap
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ class Screen:
     def say(self, *lines: RenderableType) -> None:
         """Text or tables, for people; the log of the run gets them too."""
         for line in lines:
-            self.console.print(line)
+            self.console.print(hanging(line, self.console) if isinstance(line, str) else line)
         if self.run is not None and self.run.writes:
             with self.run.log() as file:
                 log = Console(file=file, width=120, no_color=True, soft_wrap=True, **PLAIN)
@@ -103,8 +103,7 @@ class Screen:
     def _fail(self, message: str, code: int) -> None:
         self.bar.clear()
         self.tell({"error": message, "code": code})
-        if ranks.is_main() and not self.as_json:
-            Console(stderr=True, soft_wrap=True, **PLAIN).print(Text(f"sosp: {message}", style="red"))
+        self._complain(Text(f"sosp: {message}", style="red"))
         if self.run is not None and self.run.writes:
             with self.run.log() as file:
                 file.write(f"sosp: {message}\n")
@@ -116,8 +115,30 @@ class Screen:
             return
         self.warned.add(str(message))
         self.tell({"warning": str(message)})
-        if not self.as_json and ranks.is_main():
-            print(f"sosp: {message}", file=sys.stderr)
+        self._complain(Text(f"sosp: {message}"))
+
+    def _complain(self, words: Text) -> None:
+        """To people; one line, where it is not a terminal."""
+        if ranks.is_main() and not self.as_json:
+            console = Console(stderr=True, **PLAIN)
+            words.plain = hanging(words.plain, console)
+            console.print(words, soft_wrap=True)
+
+
+def hanging(text: str, console: Console) -> str:
+    """On a terminal: broken between words, what follows set in. A file has lines of any length."""
+    if not console.is_terminal:
+        return text
+    return "\n".join(
+        textwrap.fill(
+            line,
+            console.width,
+            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 4),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in text.splitlines()
+    )
 
 
 def finite(value: Any) -> Any:

@@ -12,8 +12,9 @@ import typer
 from sosp import demo as shown
 from sosp.cli.flags import Sections, takes
 from sosp.cli.screen import Screen
-from sosp.cli.words import columns, large, loading, share
+from sosp.cli.words import columns, large, share
 from sosp.config import build
+from sosp.report.steps import loading
 
 
 @takes()

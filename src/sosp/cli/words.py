@@ -1,15 +1,14 @@
-"""Events and results in words: lines, tables, the Python that loads a network."""
+"""Events and results in words: lines and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
-from sosp.config import Config
 from sosp.cost import Cost
-from sosp.models import parse
+from sosp.report.headline import networks
 
 Facts = Mapping[str, Any]
 
@@ -55,8 +54,8 @@ def _epoch(facts: Facts) -> str:
     tested = f"  test {share(test['top1'])}" if test else ""
     loss = "none" if facts["loss"] is None else f"{facts['loss']:.4f}"
     return (
-        f"{facts['stage']} epoch {facts['number']:>3}/{facts['epochs']}  loss {loss}  accuracy "
-        f"{share(facts['accuracy'])}{tested}  rate {facts['rate']:.2g}  {facts['images_per_second']:,.0f} images/s"
+        f"{facts['stage']} epoch {facts['number']:>3}/{facts['epochs']}  loss {loss}  train "
+        f"{share(facts['accuracy'])}{tested}  rate {facts['rate']:.2g}"
     )
 
 
@@ -65,43 +64,44 @@ def _cell(facts: Facts) -> str:
     if facts["refusal"]:
         return f"{start} {facts['refusal']}"
     tuned = "" if facts["tuned"] is None else f", {share(facts['tuned'])} fine-tuned"
-    return (
-        f"{start} {share(facts['masked'])} cut, {share(facts['recalibrated'])} recalibrated{tuned}; "
-        f"{facts['params']:,} parameters, {large(facts['macs'])} MACs"
-    )
+    return f"{start} {share(facts['masked'])} cut, {share(facts['recalibrated'])} recalibrated{tuned}"
+
+
+def _point(facts: Facts) -> str:
+    start = f"{facts['course']}, {facts['budget']} {facts['size']:g}, seed {facts['seed']}:"
+    if facts["refusal"]:
+        return f"{start} {facts['refusal']}"
+    tuned = "cut" if facts["tuned"] is None else f"{share(facts['tuned'])}"
+    return f"{start} {tuned}, {facts['params']:,} parameters, {large(facts['macs'])} MACs"
 
 
 def _end(facts: Facts) -> str:
     if "cells" in facts:
         return f"{facts['stage']}: {facts['cells']} cells done"
+    if "points" in facts:
+        return f"{facts['stage']}: {len(facts['points'])} points done"
     found = f"{share(facts.get('top1'))} on the test data, {facts['params']:,} parameters, {large(facts['macs'])} MACs"
     if "removed" in facts:
         return f"{facts['removed']:,} of {facts['structures']:,} structures removed: {found}"
     return f"{facts['stage']}: {found}, {duration(facts['seconds'])}"
 
 
-WORDS: dict[str, Callable[[Facts], str]] = {"begin": _begin, "epoch": _epoch, "cell": _cell, "end": _end}
+WORDS: dict[str, Callable[[Facts], str]] = {
+    "begin": _begin,
+    "epoch": _epoch,
+    "cell": _cell,
+    "point": _point,
+    "end": _end,
+}
 
 
 # --- results --------------------------------------------------------------------------------------------
 
 
 def results_table(results: Mapping[str, Facts]) -> Table:
-    """A row for every network that a run measured.
-
-    Latencies are those that pruning measured side by side: fine-tuning changes numbers, not shapes.
-    """
-    rows: list[tuple[str, Facts]] = []
-    cut = results.get("prune")
-    times = {} if cut is None else {"train": cut["before"]["latency"], "finetune": cut["latency"]}
-    for stage, facts in results.items():
-        facts = {**facts, "latency": times.get(stage, facts["latency"])}
-        if stage == "prune":
-            rows = [*(rows or [("before", facts["before"])]), (f"pruned by {facts['method']}", facts)]
-        else:
-            rows.append(({"train": "trained", "finetune": "fine-tuned"}[stage], facts))
+    """A row for every network that a run measured."""
     table = columns("network", "accuracy", "parameters", "MACs", "latency")
-    for name, facts in rows:
+    for name, facts in networks(results):
         time = f"{1e3 * facts['latency']:.2f} ms"
         table.add_row(name, share(facts.get("top1")), f"{facts['params']:,}", large(facts["macs"]), time)
     return table
@@ -121,17 +121,50 @@ def comparison_table(found: list[Facts]) -> Table:
     return table
 
 
+def expansion_table(found: Facts) -> Table:
+    """A row per point: what it was cut from, to what, and what it can do in the end."""
+    points = found["points"]
+    table = columns("network", "whole", "cut to", "parameters", "MACs", "accuracy")
+    choices = {choice["seed"]: choice for choice in found["choices"]}
+    for point in points:
+        choice = choices[point["seed"]]
+        widened = {"expand": f" {', '.join(choice['blocks'])}", "widen": f" all x{choice['constant']['factor']:.3g}"}
+        size = f"{point['budget']} {point['size']:g}"
+        cells = ["refused", "", ""]
+        if not point["refusal"]:
+            cells = [f"{point['params']:,}", large(point["macs"]), share(point["tuned"])]
+        name = point["course"] + widened.get(point["course"], "")
+        table.add_row(name, share(point["whole"]), size, *cells)
+    return table
+
+
+def bottlenecks_table(parts: Sequence[Facts], ratios: Sequence[float], title: str) -> Table:
+    """A row per layer or block: what it loses as the network loses more and more, and what that says."""
+    table = columns(title, _percent(ratios), "factor", "verdict", "stable")
+    table.columns[1].no_wrap = True
+    table.caption = "In percent: what a row loses when all of the network loses what the head says."
+    for part in parts:
+        stable = "" if part["stability"] is None else f"{part['stability']:.0%}"
+        table.add_row(part["name"], _percent(part["removed"]), f"{part['factor']:.2f}", part["verdict"], stable)
+    return table
+
+
+def _percent(shares: Sequence[float]) -> str:
+    """`` 3 12 20``, so that rows stand below each other."""
+    return " ".join(f"{100 * share:2.0f}" for share in shares)
+
+
 def _mean(summary: Facts, what: str) -> str:
     if what not in summary["means"]:
         return "refused"
-    spread = f" ± {100 * summary['stds'][what]:.2f}" if summary["seeds"] > 1 else ""
+    spread = f"±{100 * summary['stds'][what]:.2f}" if summary["seeds"] > 1 else ""
     return f"{100 * summary['means'][what]:.2f}{spread}"
 
 
 def columns(first: str, *others: str) -> Table:
     """An empty table: text on the left, numbers on the right."""
-    table = Table()
-    table.add_column(first)
+    table = Table(caption_justify="left")
+    table.add_column(first, overflow="fold")  # a name is never cut short
     for name in others:
         table.add_column(name, justify="right")
     return table
@@ -153,17 +186,3 @@ def cost_table(before: Cost, after: Cost | None = None) -> Table:
     whole = (before.params, after.params, before.macs, after.macs)
     table.add_row("total", *(f"{number:,}" for number in whole), style="bold")
     return table
-
-
-def loading(config: Config, path: str) -> list[str]:
-    """The lines of Python that load a network."""
-    source, name = parse(config.model.name)
-    classes = "" if config.model.classes is None else f", classes={config.model.classes}"
-    width = "" if config.model.width in (None, 1.0) else f", width={config.model.width!r}"
-    home = "sosp.nets" if source == "sosp" else "sosp.models"
-    made = name if source == "sosp" else config.model.name
-    return [
-        "import sosp" if source == "sosp" else "import sosp, sosp.models",
-        f"original = {home}.make({made!r}{classes}{width})",
-        f"model = sosp.load({path!r}, original)",
-    ]

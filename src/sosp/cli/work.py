@@ -14,7 +14,7 @@ from sosp import ranks
 from sosp.cli.flags import DryRun, Resume, Sections, takes
 from sosp.cli.screen import Screen
 from sosp.cli.targets import before_pruning, sections_for
-from sosp.cli.words import budget, comparison_table, duration, large, loading, results_table
+from sosp.cli.words import budget, comparison_table, duration, expansion_table, large, results_table
 from sosp.config import Config, as_flag, build, placed, read
 from sosp.errors import ArgumentError
 from sosp.models import parse
@@ -24,11 +24,14 @@ from sosp.pipeline import (
     Job,
     carry_out,
     check_comparison,
+    check_expansion,
     describe,
     estimate,
     name_of,
     prepare,
 )
+from sosp.report import keep_report
+from sosp.report.steps import loading
 from sosp.runs import Record, Run, is_run, opened, read_record
 
 NAMES = "sosp:resnet56, torchvision:resnet50, timm:convnext_atto, hf:FOLDER, file.py:function or module:function"
@@ -138,6 +141,7 @@ def launch(
     """Carry a config out in its folder, or say what that would be."""
     job = prepare(config)
     check_comparison(job)
+    check_expansion(job)
     if job.config.train is None:
         warn_if_fresh(job, screen)
     place = job.config.run
@@ -150,7 +154,10 @@ def launch(
         screen.run = run
         screen.tell({"event": "run", "folder": str(folder), "config": job.config.as_dict()})
         screen.say(f"Run {folder}: {job.config.model.name} on {job.dataset.name}, {job.device}")
-        show_results(job.config, run, carry_out(job, run, screen), screen)
+        before = run.results
+        results = carry_out(job, run, screen)
+        page = keep_report(run.folder, screen.warn, anew=results != before) if run.writes else None
+        show_results(job.config, run, results, page, screen)
 
 
 def warn_if_fresh(job: Job, screen: Screen) -> None:
@@ -171,14 +178,21 @@ def everywhere(folder: Path, record: Record, resume: bool) -> Iterator[Run]:
         yield found
 
 
-def show_results(config: Config, run: Run, results: Mapping[str, Any], screen: Screen) -> None:
+def show_results(config: Config, run: Run, results: Mapping[str, Any], page: Path | None, screen: Screen) -> None:
     file = run.file(config.stages[-1])
+    told = {"event": "result", "folder": str(run.folder), "report": page and str(page)}
+    report = [] if page is None else [f"Report: {page}"]
     if config.compare is not None:
-        screen.tell({"event": "result", "folder": str(run.folder), "results": results})
-        screen.say(comparison_table(results["compare"]["summaries"]), f"Saved: {file}, {run.folder / TABLE}")
+        screen.tell({**told, "results": results})
+        screen.say(comparison_table(results["compare"]["summaries"]), *report, f"Saved: {file}, {run.folder / TABLE}")
         return
-    screen.tell({"event": "result", "folder": str(run.folder), "network": str(file), "results": results})
-    screen.say(results_table(results), f"Saved: {file}", *(f"  {line}" for line in loading(config, str(file))))
+    if config.expand is not None:
+        screen.tell({**told, "results": results})
+        screen.say(expansion_table(results["expand"]), *report, f"Saved: {file}, {run.folder}/seed*/networks")
+        return
+    screen.tell({**told, "network": str(file), "results": results})
+    lines = (f"  {line}" for line in loading(config, str(file)))
+    screen.say(results_table(results), *report, f"Saved: {file}", *lines)
 
 
 def show_plan(job: Job, folder: Path, screen: Screen) -> None:
@@ -199,6 +213,10 @@ def plan_words(facts: Mapping[str, Any]) -> str:
         tuning = f", each fine-tuned for {facts['tuning']} epochs" if facts["tuning"] else ""
         methods, ratios = ", ".join(facts["methods"]), ", ".join(map(str, facts["ratios"]))
         return f"{facts['cells']} cells, {methods} at {ratios}{tuning}"
+    if "courses" in facts:
+        before = f"{facts['trainings']} networks for {facts['epochs_before']} epochs" if facts["trainings"] else "none"
+        cut = f"each cut to {', '.join(facts['sizes'])} and trained for {facts['epochs_after']} epochs"
+        return f"{', '.join(facts['courses'])}, {facts['seeds']} seeds; trained before the cut: {before}; {cut}"
     if "epochs" in facts:
         size = f"{facts['epochs']} epochs of {facts['images'] // max(facts['epochs'], 1):,} images"
         cost = f"{facts['steps']:,} steps, {large(facts['macs'])} MACs, about {duration(facts['seconds'])}"

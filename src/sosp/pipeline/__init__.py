@@ -1,7 +1,9 @@
 """Train, prune, fine-tune: the stages of a run, one after the other, each resumed where it was left. Prints nothing."""
 
+from sosp.pipeline.bottlenecks import look, prepare_look
 from sosp.pipeline.comparing import TABLE, check_comparison
 from sosp.pipeline.estimate import estimate
+from sosp.pipeline.expanding import check_expansion
 from sosp.pipeline.job import FLEXIBLE, Job, prepare
 from sosp.pipeline.origin import describe, name_of
 from sosp.pipeline.stages import Watcher, carry_out
@@ -13,8 +15,11 @@ __all__ = [
     "Watcher",
     "carry_out",
     "check_comparison",
+    "check_expansion",
     "describe",
     "estimate",
+    "look",
     "name_of",
     "prepare",
+    "prepare_look",
 ]

@@ -14,6 +14,7 @@ from sosp.config import Pruning
 from sosp.cost import count
 from sosp.losses import logits_of
 from sosp.pipeline.comparing import plan_of
+from sosp.pipeline.expanding import plan_for
 from sosp.pipeline.job import Job, structures_for
 
 PASSES = 3  # a training step costs a forward pass and, in weights and activations, two more
@@ -27,6 +28,8 @@ def estimate(job: Job) -> dict[str, Any]:
     for stage in job.config.stages:
         if stage == "compare":
             found[stage] = _comparing(job)
+        elif stage == "expand":
+            found[stage] = _expanding(job, cost.params)
         elif stage == "prune":
             assert job.config.prune is not None
             found[stage] = _pruning(job, job.config.prune)
@@ -66,6 +69,20 @@ def _comparing(job: Job) -> dict[str, Any]:
         "ratios": list(plan.ratios),
         "cells": cells,
         "tuning": 0 if tuning is None else tuning.plan().epochs,
+    }
+
+
+def _expanding(job: Job, params: int) -> dict[str, Any]:
+    section, train = job.config.expand, job.config.train
+    assert section is not None and train is not None
+    before = 3 if section.when == "trained" else 0
+    return {
+        "courses": ["vanilla", "expand", "widen"],
+        "sizes": [f"{kind} {size:g}" for kind, size in plan_for(job).budgets(params)],
+        "seeds": section.seeds,
+        "trainings": before,
+        "epochs_before": train.plan().epochs if before else 0,
+        "epochs_after": train.plan().epochs if section.tuning is None else section.tuning,
     }
 
 

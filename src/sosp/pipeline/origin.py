@@ -59,5 +59,6 @@ def name_of(config: Config, command: str) -> str:
     net = inside if source else inside.rpartition(":")[2]
     parts = [command, Path(net).name, (config.data.name or "").rpartition(":")[2]]
     if config.prune is not None and config.compare is None:
-        parts += [config.prune.method, *(f"{k}{v:g}" for k, v in config.prune.budget.items())]
+        budget = config.prune.budget if config.expand is None else {"x": config.expand.factor}
+        parts += [config.prune.method, *(f"{k}{v:g}" for k, v in budget.items())]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(filter(None, [*parts, f"seed{config.run.seed}"])))

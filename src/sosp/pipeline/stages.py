@@ -12,17 +12,22 @@ from torch import nn
 
 from sosp import ranks
 from sosp.checkpoint import save
+from sosp.checkpoint.saliency import keep_saliency
 from sosp.config import Pruning, Training
 from sosp.cost import Cost, count
 from sosp.criteria import score
+from sosp.data import Source
+from sosp.expansion import settled
 from sosp.flow.layout import Style
 from sosp.latency import latency
 from sosp.learned import Slimming
 from sosp.mask import Mask
 from sosp.pipeline.comparing import run_comparison
+from sosp.pipeline.details import details, narrow_places
+from sosp.pipeline.expanding import run_expansion
 from sosp.pipeline.job import Job, mask_of, structures_for, teacher_for
 from sosp.prune import Pruned, cut
-from sosp.runs import Run
+from sosp.runs import DETAILS, SALIENCY, Run, write_json
 from sosp.training import Epoch, Moment, evaluate, recalibrate, train
 
 BATCH = 250  # of the data that is scored with; passes cut it to what fits
@@ -101,6 +106,11 @@ def run_pruning(stage: str, job: Job, stand: Stand, run: Run, watch: Watcher) ->
     if section.recalibrate:
         small = recalibrate(small, job.dataset.train, seed=job.config.run.seed)
     times = latency({"before": stand.model, "after": small}, job.example)
+    inside = details(stand.model, found, section, scored_with(job, section))
+    if run.writes:
+        keep_saliency(run.folder / SALIENCY, found.saliency, found.mask)
+        narrow = narrow_places(job, run.folder / SALIENCY, found.saliency.structures)
+        write_json(run.folder / DETAILS, {**inside, "bottlenecks": narrow})
     _keep(run, stage, small, found.mask)
     return {
         "method": section.method,
@@ -114,16 +124,15 @@ def run_pruning(stage: str, job: Job, stand: Stand, run: Run, watch: Watcher) ->
 
 def pruned(job: Job, model: nn.Module, section: Pruning) -> tuple[Pruned, float]:
     """The smaller network, by what the section says, and the seconds that scoring took."""
-    train_set = job.dataset.train
-    examples = min(section.examples, len(train_set))
     structures = structures_for(job, model)
+    examples = scored_with(job, section)
     started = time.perf_counter()
     saliency = score(
-        model,
-        train_set.subset(examples, job.config.run.seed).to(job.device).ordered(batch=BATCH),
+        settled(model, job.dataset.train, job.config.run.seed),
+        examples.ordered(batch=BATCH),
         method=section.method,
         structures=structures,
-        examples=examples,
+        examples=len(examples),
         generator=torch.Generator().manual_seed(job.config.run.seed),
         objective=section.objective,
         classes=section.samples,
@@ -132,14 +141,21 @@ def pruned(job: Job, model: nn.Module, section: Pruning) -> tuple[Pruned, float]
     return cut(model, saliency, job.example, section.choice, Style(section.join, section.round_to)), scoring
 
 
+def scored_with(job: Job, section: Pruning) -> Source:
+    """The training examples that structures are scored with."""
+    train_set = job.dataset.train
+    return train_set.subset(min(section.examples, len(train_set)), job.config.run.seed).to(job.device)
+
+
 # --- what all stages share ------------------------------------------------------------------------------
 
 
 def figures(job: Job, model: nn.Module, seconds: float, cost: Cost | None = None) -> dict[str, Any]:
-    """Accuracy on the test data, parameters, MACs, and the time that was measured for one call on the example."""
+    """Accuracy on the test data, parameters, MACs, the bytes of its tensors, the time measured for the example."""
     cost = cost or count(model, job.example)
     tested = {} if job.data is None else asdict(evaluate(model, job.data.test, device=job.device))
-    return {**tested, "params": cost.params, "macs": cost.macs, "latency": seconds}
+    size = sum(x.numel() * x.element_size() for x in model.state_dict().values() if isinstance(x, torch.Tensor))
+    return {**tested, "params": cost.params, "macs": cost.macs, "latency": seconds, "bytes": size}
 
 
 def _keep(run: Run, stage: str, model: nn.Module, mask: Mask | None) -> None:
@@ -147,7 +163,13 @@ def _keep(run: Run, stage: str, model: nn.Module, mask: Mask | None) -> None:
         save(run.file(stage), model, mask)
 
 
-STAGES = {"train": run_training, "prune": run_pruning, "finetune": run_training, "compare": run_comparison}
+STAGES = {
+    "train": run_training,
+    "prune": run_pruning,
+    "finetune": run_training,
+    "compare": run_comparison,
+    "expand": run_expansion,
+}
 
 
 def carry_out(job: Job, run: Run, watch: Watcher) -> dict[str, Any]:
@@ -159,7 +181,7 @@ def carry_out(job: Job, run: Run, watch: Watcher) -> dict[str, Any]:
             run.finish(stage, found)
             watch.event("end", {"stage": stage, "file": str(run.file(stage)), **found})
         ranks.wait()
-        if stage == "compare":
+        if stage in ("compare", "expand"):
             continue
         # Always from the file: a run that was interrupted goes on with the same numbers as one that was not.
         model = job.loaded(run.file(stage))
