@@ -59,19 +59,18 @@ ALLOWED = {
     "training": "errors ranks archive batches losses preserve progress data",
     "learned": "errors progress ranks records layers preserve batches losses structures gates mask cost criteria data "
     "training",
-    "comparison": "errors ranks records flow criteria mask cost selection structures surgery eigendamage data "
-    "training",
-    "expansion": "errors ranks records flow structures preserve mask cost selection checkpoint surgery widening "
+    "comparison": "errors ranks records flow criteria mask cost selection structures surgery eigendamage data training",
+    "expansion": "errors ranks records layers preserve wiring flow mask cost selection checkpoint surgery widening "
     "bottlenecks prune nets data training comparison",
     "models": "errors archive checkpoint nets usercode",
     "options": "errors",
     "config": "errors comparison expansion records structures criteria selection surgery nets training options",
     "runs": "errors config",
-    "pipeline": "errors prune ranks comparison bottlenecks expansion nets batches losses records flow structures criteria mask cost selection "
-    "surgery latency checkpoint data training learned models config runs",
+    "pipeline": "errors greedy prune ranks comparison bottlenecks expansion nets batches losses records flow "
+    "structures criteria mask cost selection surgery latency checkpoint data training learned models config runs",
     "report": "errors checkpoint comparison models config runs training",
-    "experiments": "errors records criteria mask cost selection structures surgery eigendamage checkpoint data training "
-    "learned comparison models runs pipeline",
+    "experiments": "errors records flow criteria mask cost selection structures surgery eigendamage checkpoint nets "
+    "data training learned comparison expansion models runs pipeline",
     "sosp": "errors records flow structures passes criteria mask cost selection surgery widening latency checkpoint "
     "bottlenecks expansion prune eigendamage nets data training learned comparison experiments",
     "demo": "errors sosp runs",

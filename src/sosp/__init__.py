@@ -10,12 +10,14 @@ tuned = sosp.train(small, sosp.data.load("cifar10", "datasets/"), "cifar")    # 
 sosp.save("small.safetensors", tuned.model, mask)
 """
 
-from sosp import data, errors, learned, nets
+from sosp import data, errors, experiments, learned, nets
+from sosp.bottlenecks import Bottlenecks, bottlenecks
 from sosp.checkpoint import load, save
 from sosp.comparison import compare
 from sosp.cost import Cost, count
 from sosp.criteria import METHODS, score
 from sosp.eigendamage import Eigendamaged, eigendamage
+from sosp.expansion import expand
 from sosp.flow import Flow, trace
 from sosp.latency import Latency, latency
 from sosp.mask import Mask, masked
@@ -39,7 +41,8 @@ __all__ = [
     "eigendamage", "Eigendamaged",
     "shrink", "widen", "count", "Cost", "latency", "Latency",
     "compare",
+    "bottlenecks", "Bottlenecks", "expand",
     "train", "Trained", "Schedule", "SCHEDULES", "Speed", "evaluate", "Accuracy", "recalibrate",
     "save", "load",
-    "nets", "data", "learned", "errors", "__version__",
+    "nets", "data", "learned", "experiments", "errors", "__version__",
 ]  # fmt: skip

@@ -1,0 +1,50 @@
+"""The paper's tables and figures as experiments: a function each, that returns what is measured and what was published.
+
+>>> experiment = sosp.experiments.make("resnet56-cifar10")      # or tiny=True: on digits, in seconds
+>>> sosp.experiments.run(experiment, setting, watch)            # `sosp reproduce resnet56-cifar10`
+"""
+
+from collections.abc import Callable
+
+from sosp.errors import one_of
+from sosp.experiments.amc import amc_plainnet20
+from sosp.experiments.bench import Setting
+from sosp.experiments.cells import Cell, Pruned, Timed, Trained
+from sosp.experiments.correlations import correlations
+from sosp.experiments.definition import Claim, Experiment, Published, in_epochs, only, tiny, with_seeds
+from sosp.experiments.densenet import densenet40
+from sosp.experiments.expanding import expand, expand_init, init_vs_trained, shuffle
+from sosp.experiments.global_pruning import global_high, global_medium
+from sosp.experiments.imagenet import imagenet
+from sosp.experiments.records import Record
+from sosp.experiments.resnet56 import resnet56
+from sosp.experiments.runner import State, run, state
+from sosp.experiments.runtime import runtime
+
+EXPERIMENTS: dict[str, Callable[[], Experiment]] = {
+    "resnet56-cifar10": resnet56,
+    "runtime": runtime,
+    "global-high": global_high,
+    "global-medium": global_medium,
+    "densenet40-cifar10": densenet40,
+    "amc-plainnet20": amc_plainnet20,
+    "correlations": correlations,
+    "imagenet": imagenet,
+    "expand": expand,
+    "expand-init": expand_init,
+    "init-vs-trained": init_vs_trained,
+    "shuffle": shuffle,
+}
+
+
+def make(name: str) -> Experiment:
+    """The experiment of that name, with the paper's settings."""
+    one_of("experiment", name, EXPERIMENTS)
+    return EXPERIMENTS[name]()
+
+
+__all__ = [
+    "EXPERIMENTS", "make", "Experiment", "Published", "Claim", "Cell", "Trained", "Pruned", "Timed",
+    "tiny", "in_epochs", "with_seeds", "only",
+    "run", "state", "State", "Setting", "Record",
+]  # fmt: skip

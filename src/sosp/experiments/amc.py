@@ -1,0 +1,31 @@
+"""PlainNet-20 on CIFAR-10: SOSP against shares of layers that a search has learned (App. A.4)."""
+
+from __future__ import annotations
+
+from sosp.experiments.cells import Pruned, Trained
+from sosp.experiments.definition import Claim, Experiment, Published
+
+SEEDS = (0, 1, 2)
+NETWORK = ("plainnet20", "cifar10")
+
+
+def amc_plainnet20() -> Experiment:
+    """SOSP-H at the paper's two ratios, and AMC's search for half of the MACs."""
+    start = Trained(*NETWORK)
+    wanted = (("sosp-h", ("ratio", 0.3)), ("sosp-h", ("ratio", 0.4)), ("amc", ("macs", 0.5)))
+    return Experiment(
+        "amc-plainnet20",
+        "PlainNet-20 on CIFAR-10: SOSP and AMC",
+        "App. A.4",
+        tuple(Pruned(start, method, budget, seed=seed) for seed in SEEDS for method, budget in wanted),
+        (
+            Published(1075, *NETWORK, "amc", 90.23, 0.10, params=132e3, macs=20.9e6),
+            Published(1077, *NETWORK, "sosp-h", 90.93, 0.17, ratio=0.3, params=124e3, macs=26.7e6),
+            Published(1079, *NETWORK, "sosp-h", 90.14, 0.15, ratio=0.4, params=90e3, macs=22.7e6),
+        ),
+        (Claim("SOSP is better than AMC at fewer parameters", 363, "sosp-h", "amc", same_budget=False),),
+        notes=(
+            "The paper takes AMC's published shares and keeps the filters of largest Euclidean norm; here AMC's search "
+            "is run, which keeps those of largest absolute sum.",
+        ),
+    )

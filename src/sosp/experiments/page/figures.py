@@ -1,0 +1,136 @@
+"""The curves of a page: accuracy over parameters and over MACs, ours and everybody's; seconds over width."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sosp.experiments.cells import Pruned, Timed
+from sosp.experiments.definition import Experiment, Published
+from sosp.experiments.page.rows import Row
+from sosp.models.source import package
+
+AXES = {"params": "parameters", "macs": "MACs"}
+OURS = ("sosp-h", "sosp-i", "first-order", "random")
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points of one method: x, y, and the deviation of y."""
+
+    label: str
+    points: tuple[tuple[float, float, float], ...]
+    ours: bool
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What is drawn: panels side by side."""
+
+    name: str  # of its file, without the ending
+    title: str
+    panels: tuple[tuple[str, str, tuple[Line, ...]], ...]  # what x is, what y is, the lines
+
+    @property
+    def digest(self) -> str:
+        """Of everything that is drawn; it stands in the file."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+
+def figures(experiment: Experiment, rows: Sequence[Row], suffix: str = "") -> list[Figure]:
+    """A figure per network that has records."""
+    pruned = [row for row in rows if isinstance(row.cell, Pruned) and row.done]
+    places = dict.fromkeys(row.cell.place for row in pruned)
+    found = [_curves(experiment, place, [r for r in pruned if r.cell.place == place], suffix) for place in places]
+    timed = [row for row in rows if isinstance(row.cell, Timed) and row.done]
+    return found + ([_times(experiment, timed, suffix)] if timed else [])
+
+
+def _curves(experiment: Experiment, place: str, rows: list[Row], suffix: str) -> Figure:
+    published = [p for p in experiment.published if f"{p.network}-{p.data}" == place and p.accuracy is not None]
+    panels = tuple(
+        (name, "accuracy in percent", (*_mine(rows, axis, experiment.beside), *_theirs(published, axis)))
+        for axis, name in AXES.items()
+    )
+    return Figure(f"{experiment.name}-{place}{suffix}", f"{place}, {experiment.beside} accuracy", panels)
+
+
+def _mine(rows: list[Row], axis: str, beside: str) -> tuple[Line, ...]:
+    groups: dict[str, list[tuple[float, float, float]]] = {}
+    for row in rows:
+        assert isinstance(row.cell, Pruned)
+        x, y = row.stat(axis), row.stat(beside)
+        gate = "" if row.cell.gate == "weights" else f", {row.cell.gate}"
+        if x is not None and y is not None:
+            groups.setdefault(f"{row.cell.label}{gate}", []).append((x.mean, 100 * y.mean, 100 * y.std))
+    return tuple(Line(label, tuple(sorted(points)), True) for label, points in groups.items())
+
+
+def _theirs(published: list[Published], axis: str) -> tuple[Line, ...]:
+    groups: dict[str, list[tuple[float, float, float]]] = {}
+    for row in published:
+        x = getattr(row, axis)
+        if x is not None and row.accuracy is not None:
+            groups.setdefault(row.method, []).append((x, row.accuracy, row.std or 0.0))
+    return tuple(Line(f"{label} (paper)", tuple(sorted(points)), False) for label, points in groups.items())
+
+
+def _times(experiment: Experiment, rows: list[Row], suffix: str) -> Figure:
+    """Seconds of the network that is measured at most widths, over its number of structures."""
+    networks = [row.cell.network for row in rows if isinstance(row.cell, Timed)]
+    most = max(networks, key=networks.count)
+    groups: dict[str, list[tuple[float, float, float]]] = {}
+    for row in rows:
+        x, y = row.stat("structures"), row.stat("seconds")
+        if isinstance(row.cell, Timed) and row.cell.network == most and x is not None and y is not None:
+            groups.setdefault(row.cell.label, []).append((x.mean, y.mean, y.std))
+    lines = tuple(Line(label, tuple(sorted(points)), True) for label, points in groups.items())
+    panel = (f"structures of {most}, wider and wider", "seconds", lines)
+    return Figure(f"{experiment.name}-width{suffix}", "the pruning step over width", (panel,))
+
+
+# --- drawing --------------------------------------------------------------------------------------------
+
+
+def draw(figure: Figure, folder: Path) -> Path:
+    """As SVG, the same bytes from the same records with one version of matplotlib."""
+    style = {"svg.hashsalt": "sosp", "svg.fonttype": "none", "font.size": 9}
+    with package("matplotlib").rc_context(style):
+        width = 5.2 * len(figure.panels)
+        canvas = package("matplotlib.figure").Figure(figsize=(width, 4.0), layout="constrained")
+        canvas.suptitle(figure.title)
+        for k, (across, up, lines) in enumerate(figure.panels):
+            axes = canvas.add_subplot(1, len(figure.panels), k + 1)
+            _panel(axes, lines, seconds=up == "seconds", last=k + 1 == len(figure.panels))
+            axes.set_xlabel(across)
+            axes.set_ylabel(up)
+        path = folder / f"{figure.name}.svg"
+        canvas.savefig(path, metadata={"Date": None, "Description": figure.digest})
+    return path
+
+
+def _panel(axes: Any, lines: Sequence[Line], *, seconds: bool, last: bool) -> None:
+    """The legend of all panels stands beside the last one."""
+    colours = _colours(lines)
+    for line in lines:
+        x, y, spread = zip(*line.points, strict=True)
+        look: Mapping[str, Any] = {"fmt": "o-"} if line.ours else {"fmt": "s", "mfc": "none", "alpha": 0.7}
+        colour = colours[line.label.removesuffix(" (paper)")]
+        axes.errorbar(x, y, spread, label=line.label, color=colour, capsize=2, markersize=4, **look)
+    if seconds:
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+    else:
+        axes.xaxis.set_major_formatter(package("matplotlib.ticker").EngFormatter())
+    axes.grid(alpha=0.3)
+    if last:
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+
+
+def _colours(lines: Sequence[Line]) -> dict[str, str]:
+    """One colour per method, ours and the paper's alike."""
+    names = [*OURS, *(line.label.removesuffix(" (paper)") for line in lines)]
+    return {name: f"C{k % 10}" for k, name in enumerate(dict.fromkeys(names))}

@@ -1,0 +1,172 @@
+"""The tables of a page: ours beside the paper's, and the rows of the paper that nothing of ours stands beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from sosp.experiments.cells import Pruned, Timed, Trained
+from sosp.experiments.definition import Published
+from sosp.experiments.page.rows import Row
+from sosp.experiments.page.words import NONE, asked, percent, printed, seeds, size, table, time
+
+LEGEND = (
+    "Accuracies on the test data in percent. Before fine-tuning: in θ∖M the weights of the removed structures are zero "
+    "and batch norms stay (the paper's definition); *cut* is the network that is built, in which the shift of their "
+    "batch norms is gone as well; *renewed* is the same with batch norm statistics taken anew. Fine-tuned: after its "
+    "first epoch, the *final* one, and the *best*. Parameters and MACs are those of the module that is built; the "
+    "alternative count is that of App. D. The paper's accuracy stands beside our {beside} one; lines are those of "
+    "its source."
+)
+
+
+def tables(rows: Sequence[Row], published: Sequence[Published], beside: str) -> list[str]:
+    """The networks, then a part for each of them, times, and the rest of the paper's rows."""
+    used = {row.beside.line for row in rows if row.beside is not None}
+    pruned = [row for row in rows if isinstance(row.cell, Pruned)]
+    parts = [_part("Networks", NETWORKS, [row for row in rows if isinstance(row.cell, Trained)], 3)]
+    parts += [[LEGEND.format(beside=beside)]] if pruned else []
+    for place in dict.fromkeys(row.cell.place for row in pruned):
+        mine = sorted((row for row in pruned if row.cell.place == place), key=_budget)
+        parts += [_part(f"{place}: accuracy", ACCURACY, mine, 3), _part(f"{place}: size", SIZE, mine, 3)]
+    parts.append(_part("Seconds of the pruning step", TIMES, [row for row in rows if isinstance(row.cell, Timed)], 3))
+    parts.append(_rest([row for row in published if row.line not in used and row.accuracy is not None]))
+    return [line for part in parts if part for line in (*part, "")]
+
+
+def _budget(row: Row) -> tuple[str, float]:
+    """Light pruning first; among equals the order of the cells stays."""
+    assert isinstance(row.cell, Pruned)
+    what, value = row.cell.budget
+    return what, value if what == "ratio" else -value
+
+
+Columns = Mapping[str, Callable[[Row], str]]
+
+
+def _part(title: str, columns: Columns, rows: Sequence[Row], left: int) -> list[str]:
+    """A table with its title; nothing without rows."""
+    if not rows:
+        return []
+    return [f"### {title}", "", *table(columns, [[show(row) for show in columns.values()] for row in rows], left)]
+
+
+# --- ours -----------------------------------------------------------------------------------------------
+
+
+def _share(name: str) -> Callable[[Row], str]:
+    return lambda row: percent(row.stat(name))
+
+
+def _size(name: str) -> Callable[[Row], str]:
+    return lambda row: size(None if (stat := row.stat(name)) is None else stat.mean)
+
+
+def _gone(name: str) -> Callable[[Row], str]:
+    return lambda row: NONE if (left := row.left(name)) is None else f"{100 * (1 - left):.2f} %"
+
+
+def _time(name: str) -> Callable[[Row], str]:
+    return lambda row: time(row.stat(name))
+
+
+def _count(name: str) -> Callable[[Row], str]:
+    return lambda row: NONE if (stat := row.stat(name)) is None else f"{stat.mean:.0f}"
+
+
+def _fact(name: str) -> Callable[[Row], str]:
+    return lambda row: (
+        ", ".join(dict.fromkeys(str(record.facts[name]) for record in row.done if name in record.facts)) or NONE
+    )
+
+
+def _gate(row: Row) -> str:
+    return row.cell.gate if isinstance(row.cell, Pruned) else NONE
+
+
+def _network(row: Row) -> str:
+    """With what makes it another one than the plain trained one."""
+    start = row.cell
+    more = [*(["L1"] if start.slimming else []), *start.how] if isinstance(start, Trained) else []
+    return ", ".join([start.place, *more])
+
+
+# --- the paper's ----------------------------------------------------------------------------------------
+
+SHOWN: Mapping[str, Callable[[Published], str]] = {
+    "accuracy": lambda row: printed(row.accuracy, row.std),
+    "before": lambda row: printed(row.before, row.before_std),
+    "parameters": lambda row: size(row.params),
+    "parameters removed": lambda row: NONE if row.params_cut is None else f"{row.params_cut:.2f} %",
+    "MACs": lambda row: size(row.macs),
+    "MACs removed": lambda row: NONE if row.macs_cut is None else f"{row.macs_cut:.2f} %",
+    "seconds": lambda row: NONE if row.seconds is None else f"{row.seconds:.0f} s ± {row.seconds_std:.0f}",
+    "line": lambda row: str(row.line),
+}
+
+
+def _paper(name: str) -> Callable[[Row], str]:
+    return lambda row: NONE if row.beside is None else SHOWN[name](row.beside)
+
+
+def _rest(rows: Sequence[Published]) -> list[str]:
+    if not rows:
+        return []
+    names = [name for name in SHOWN if name != "seconds"]
+    lines = [[f"{row.network}-{row.data}", row.method, *(SHOWN[name](row) for name in names)] for row in rows]
+    return ["### Other rows of the paper", "", *table(("network", "method", *names), lines, 2)]
+
+
+# --- columns --------------------------------------------------------------------------------------------
+
+NAMED: Columns = {
+    "method": lambda row: row.cell.label,
+    "gate": _gate,
+    "asked for": lambda row: asked(row.cell),
+}
+NETWORKS: Columns = {
+    "network": _network,
+    "weights": _fact("source"),
+    "widened": _fact("widened"),
+    "accuracy": _share("accuracy"),
+    "parameters": _size("params"),
+    "MACs": _size("macs"),
+    "paper: accuracy": _paper("accuracy"),
+    "line": _paper("line"),
+}
+ACCURACY: Columns = {
+    **NAMED,
+    "seeds": seeds,
+    "θ∖M": _share("zeroed"),
+    "paper: before": _paper("before"),
+    "cut": _share("cut"),
+    "renewed": _share("recalibrated"),
+    "epoch 1": _share("first"),
+    "final": _share("final"),
+    "best": _share("best"),
+    "paper: accuracy": _paper("accuracy"),
+    "line": _paper("line"),
+}
+SIZE: Columns = {
+    **NAMED,
+    "parameters": _size("params"),
+    "paper: parameters": _paper("parameters"),
+    "removed": _gone("params"),
+    "paper: removed": _paper("parameters removed"),
+    "MACs": _size("macs"),
+    "paper: MACs": _paper("MACs"),
+    "MACs removed": _gone("macs"),
+    "paper: MACs removed": _paper("MACs removed"),
+    "alternative MACs": _size("macs_alternative"),
+}
+TIMES: Columns = {
+    "network": _network,
+    "inputs": _fact("inputs"),
+    "method": lambda row: row.cell.label,
+    "structures": _count("structures"),
+    "outputs": _count("outputs"),
+    "scoring": _time("score"),
+    "selecting": _time("select"),
+    "together": _time("seconds"),
+    "paper: seconds": _paper("seconds"),
+    "line": _paper("line"),
+}

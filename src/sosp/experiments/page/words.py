@@ -1,0 +1,68 @@
+"""Numbers as the page prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from sosp.experiments.cells import Cell, Pruned
+from sosp.experiments.page.rows import Row, Stat
+
+NONE = "–"
+
+
+def percent(stat: Stat | None) -> str:
+    """``93.15 ± 0.15``, of shares; the deviation where there are several."""
+    return spread(None if stat is None else Stat(100 * stat.mean, 100 * stat.std, stat.count))
+
+
+def spread(stat: Stat | None) -> str:
+    if stat is None:
+        return NONE
+    return f"{stat.mean:.2f}" + (f" ± {stat.std:.2f}" if stat.count > 1 else "")
+
+
+def printed(value: float | None, std: float | None = None) -> str:
+    """A number of the paper, and its deviation."""
+    if value is None:
+        return NONE
+    return f"{value:.2f}" + ("" if std is None else f" ± {std:.2f}")
+
+
+def size(number: float | None) -> str:
+    """``338 k``, ``1.06 M``, ``1.10 G``."""
+    if number is None:
+        return NONE
+    for unit, name in ((1e9, "G"), (1e6, "M")):
+        if number >= unit:
+            return f"{number / unit:.2f} {name}"
+    return f"{number / 1e3:.0f} k" if number >= 1e4 else f"{number:.0f}"
+
+
+def time(stat: Stat | None) -> str:
+    """Three digits: they span four orders of magnitude."""
+    if stat is None:
+        return NONE
+    return f"{stat.mean:.3g} s" + (f" ± {stat.std:.2g}" if stat.count > 1 else "")
+
+
+def asked(cell: Cell) -> str:
+    """The budget: ``0.5 of the structures removed``."""
+    if not isinstance(cell, Pruned):
+        return NONE
+    what, value = cell.budget
+    if what == "ratio":
+        return f"{value:g} removed"
+    word = {"params": "parameters", "macs": "MACs"}[what]
+    return f"{100 * value:.2f} % of {word} left" if value <= 1 else f"{size(value)} {word} left"
+
+
+def seeds(row: Row) -> str:
+    return f"{len(row.done)} of {row.wanted}"
+
+
+def table(heads: Iterable[str], lines: Iterable[Sequence[str]], left: int = 1) -> list[str]:
+    """Markdown; so many columns of text, then numbers. Columns in which there is nothing are left out."""
+    lines, heads = list(lines), list(heads)
+    rule = ["---"] * left + ["---:"] * (len(heads) - left)
+    used = [k for k in range(len(heads)) if any(line[k] != NONE for line in lines)]
+    return [f"| {' | '.join(cells[k] for k in used)} |" for cells in (heads, rule, *lines)]

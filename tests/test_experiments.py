@@ -1,0 +1,256 @@
+"""Experiments as data: names that say everything, the paper's settings, numbers that stand in its source; records."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sosp
+from sosp import experiments
+from sosp.errors import ArgumentError, RunError
+from sosp.experiments import Cell, Experiment, Pruned, Record, Timed, Trained
+from sosp.experiments.cells import document
+from sosp.experiments.definition import starts
+from sosp.experiments.records import find, read, write
+
+SOURCE = Path(__file__).resolve().parents[2] / "shared" / "paper" / "sosp-iclr2022.tex"
+EVERY = pytest.mark.parametrize("name", experiments.EXPERIMENTS)
+VARIANTS = {
+    "as it is": lambda e: e,
+    "tiny": experiments.tiny,
+    "short": lambda e: experiments.in_epochs(e, 30),
+}
+ORIGIN = {"commit": "abc", "torch": "2", "hardware": "a machine", "begun": "today"}
+
+
+def variants() -> list[Experiment]:
+    return [make(experiments.make(name)) for name in experiments.EXPERIMENTS for make in VARIANTS.values()]
+
+
+# --- cells ----------------------------------------------------------------------------------------------
+
+
+def test_equal_names_are_equal_cells_wherever_they_stand() -> None:
+    known: dict[str, Cell] = {}
+    for experiment in variants():
+        for cell in (*experiment.cells, *starts(experiment)):
+            assert known.setdefault(cell.name, cell) == cell
+    assert len(set(known.values())) == len(known) > 500
+    assert all(re.fullmatch(r"[a-z0-9_.-]+", name) for name in known)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"method": "sosp-i"},
+        {"budget": ("ratio", 0.25)},
+        {"budget": ("params", 0.5)},
+        {"seed": 3},
+        {"gate": "features"},
+        {"cap": 0.9},
+        {"scale": "kernel"},
+        {"examples": 500},
+        {"shuffled": True},
+        {"cycles": 2},
+        {"episodes": 10},
+        {"start": Trained("resnet20", "cifar10")},
+        {"start": Trained("resnet56", "cifar10", seed=1)},
+        {"start": Trained("resnet56", "cifar10", width=2.0)},
+        {"start": Trained("resnet56", "cifar10", slimming=1e-4)},
+        {"tuning": replace(sosp.SCHEDULES["cifar"], epochs=3)},
+    ],
+)
+def test_every_field_of_a_cell_is_in_its_name(change: dict[str, Any]) -> None:
+    cell = Pruned(Trained("resnet56", "cifar10"), "sosp-h", ("ratio", 0.5))
+    assert replace(cell, **change).name != cell.name
+
+
+def test_a_name_reads_well() -> None:
+    cell = experiments.make("resnet56-cifar10").cells[0]
+    assert cell.name == "resnet56-cifar10-e200-sosp-h-ratio0.5-weights-e200-s0"
+
+
+# --- the paper's settings -------------------------------------------------------------------------------
+
+
+def test_the_settings_are_the_papers() -> None:
+    cells = [c for n in experiments.EXPERIMENTS for c in experiments.make(n).cells if isinstance(c, Pruned)]
+    assert {cell.examples for cell in cells} == {1000}
+    assert {cell.gate for cell in cells if cell.gate != "weights"} == {"features"}
+    schedules = {(c.start.network, c.start.data): c.tuning for c in cells}
+    assert schedules.pop(("densenet40", "cifar10")) == schedules.pop(("densenet40", "cifar100"))
+    for (_, data), schedule in schedules.items():
+        assert schedule == sosp.SCHEDULES["imagenet" if data == "imagenet" else "cifar"]
+    vgg = [cell for cell in cells if cell.start.network == "vgg19"]
+    assert {cell.cap for cell in vgg} == {0.95}
+    assert {cell.cap for cell in cells if cell not in vgg} == {None}
+
+
+def test_the_first_experiment_has_the_cells_that_decide() -> None:
+    cells = experiments.make("resnet56-cifar10").cells
+    wanted = {(m, ("ratio", r)) for m in ("sosp-h", "sosp-i", "first-order", "random") for r in (0.3, 0.5, 0.7)}
+    found = {(c.method, c.budget) for c in cells if isinstance(c, Pruned) and c.seed == 0 and c.gate == "weights"}
+    assert wanted <= found
+    first = [c for c in cells[:8] if isinstance(c, Pruned)]  # what a GPU trains side by side
+    assert {c.budget for c in first} == {("ratio", 0.5), ("ratio", 0.7)}
+    featured = [c for c in cells if isinstance(c, Pruned) and c.gate == "features"]
+    assert {(c.method, c.budget) for c in featured} == {(m, ("ratio", 0.5)) for m in ("sosp-h", "sosp-i")}
+
+
+def test_all_of_the_runtime_table_is_there() -> None:
+    found = {(c.network, c.width, c.method) for c in experiments.make("runtime").cells if isinstance(c, Timed)}
+    wanted = {(n, 1.0) for n in ("resnet56", "resnet32x4", "densenet40", "vgg19", "resnet50")}
+    wanted |= {("resnet56", float(w)) for w in (2, 4, 8)}
+    assert found == {(*place, method) for place in wanted for method in ("sosp-h", "sosp-i")}
+
+
+@EVERY
+def test_tiny_is_small_and_on_digits(name: str) -> None:
+    found = experiments.tiny(experiments.make(name))
+    assert 0 < len(found.cells) <= 12
+    assert {document(cell).get("data", "digits") for cell in found.cells} == {"digits"}
+    assert all(start.schedule.epochs <= 1 and start.network == "digits_resnet" for start in starts(found))
+
+
+@EVERY
+def test_budgets_are_those_of_the_published_rows(name: str) -> None:
+    """Where the paper prints a row of a method that is measured, there is a cell for it."""
+    found = experiments.make(name)
+    cells = {(c.start.network, c.start.data, c.label, c.budget) for c in found.cells if isinstance(c, Pruned)}
+    for row in found.published:
+        if row.method in {label for _, _, label, _ in cells} and row.method != "amc":
+            assert (row.network, row.data, row.method, row.budget) in cells, row
+
+
+# --- the paper's numbers --------------------------------------------------------------------------------
+
+
+UNITS: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(("accuracy", "std", "before", "before_std", "params_cut", "macs_cut"), (1.0,)),
+    "params": (1e3, 1e6),
+    "macs": (1e6, 1e9),
+    "seconds": (1.0, 60.0),
+    "seconds_std": (1.0, 60.0),
+}
+
+
+def stands(value: float, units: tuple[float, ...], line: str) -> bool:
+    """In one of the units."""
+    printed = {float(word) for word in re.findall(r"\d+(?:\.\d+)?", line)}
+    return any(round(value / unit, 6) in printed for unit in units)
+
+
+@pytest.mark.skipif(not SOURCE.is_file(), reason="the paper's source is not there")
+@EVERY
+def test_published_numbers_stand_in_their_lines(name: str) -> None:
+    lines = SOURCE.read_text(encoding="utf-8").splitlines()
+    for row in experiments.make(name).published:
+        for name_, units in UNITS.items():
+            value = getattr(row, name_)
+            assert value is None or stands(value, units, lines[row.line - 1]), (row, name_)
+    for claim in experiments.make(name).claims:
+        assert lines[claim.line - 1].strip(), claim
+
+
+# --- variants -------------------------------------------------------------------------------------------
+
+
+def test_seeds_and_patterns_choose_cells() -> None:
+    whole = experiments.make("resnet56-cifar10")
+    assert {cell.seed for cell in experiments.with_seeds(whole, 2).cells} == {0, 1}
+    few = experiments.only(whole, r"cifar10-.*ratio0\.5-weights.*-s0$").cells
+    assert [cell.label for cell in few] == ["sosp-h", "sosp-i", "first-order", "random"]
+
+
+def test_another_length_gives_other_cells() -> None:
+    whole, short = experiments.make("shuffle"), experiments.in_epochs(experiments.make("shuffle"), 30)
+    assert not {c.name for c in whole.cells} & {c.name for c in short.cells}
+    assert all(c.tuning.epochs == c.start.schedule.epochs == 30 for c in short.cells if isinstance(c, Pruned))
+    untrained = experiments.in_epochs(experiments.make("expand-init"), 30)
+    assert {start.schedule.epochs for start in starts(untrained)} == {0}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: experiments.make("resnet-56"), "Did you mean 'resnet56-cifar10'?"),
+        (lambda: experiments.only(experiments.make("shuffle"), "("), "is no regular expression"),
+        (lambda: experiments.only(experiments.make("shuffle"), "vgg"), "names no cell of shuffle"),
+        (lambda: experiments.with_seeds(experiments.make("shuffle"), 0), "seeds=0"),
+        (lambda: experiments.in_epochs(experiments.make("shuffle"), -1), "epochs=-1"),
+    ],
+)
+def test_refusals_name_the_way_out(make: Any, words: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(words)):
+        make()
+
+
+# --- records --------------------------------------------------------------------------------------------
+
+CELL = Pruned(Trained("digits_resnet", "digits"), "sosp-h", ("ratio", 0.5))
+FIGURES = {"params": 10, "macs": 20, "cut": 0.5, "first": 0.6, "final": 0.9, "best": 0.95}
+
+
+def record(cell: Cell = CELL, experiment: str = "some", **more: Any) -> Record:
+    start = {"sha256": "f", "accuracy": 0.9, "params": 20, "macs": 40}
+    options = {"metrics": FIGURES, "start": start, "origin": ORIGIN, **more}
+    return Record(document(cell), cell.name, experiment, **{"state": "done", **options})
+
+
+def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
+    path = write(tmp_path, record(), "some")
+    assert path == tmp_path / "some" / f"{CELL.name}.json"
+    assert read(path) == record()
+    assert find(tmp_path, "some", CELL) == record()
+    assert find(tmp_path, "some", replace(CELL, seed=1)) is None
+    assert [p.name for p in path.parent.iterdir()] == [path.name]  # nothing half written beside it
+
+
+def test_a_cell_that_another_experiment_has_done_is_done(tmp_path: Path) -> None:
+    write(tmp_path, record(state="failed", reason="it broke", metrics={}), "some")
+    assert find(tmp_path, "other", CELL).state == "failed"  # type: ignore[union-attr]
+    write(tmp_path, record(experiment="third"), "third")
+    assert find(tmp_path, "other", CELL) == find(tmp_path, "some", CELL) == record(experiment="third")
+
+
+def test_a_record_of_another_cell_with_that_name_is_refused(tmp_path: Path) -> None:
+    changed = replace(record(), cell={**document(CELL), "examples": 999})
+    write(tmp_path, changed, "some")
+    with pytest.raises(RunError, match="examples is 999, and here 1000"):
+        find(tmp_path, "some", CELL)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": 2}, "no record of an experiment"),
+        ({"extra": 1}, "'extra' is missing or too much"),
+        ({"state": "maybe"}, "its state is 'maybe'"),
+        ({"state": "failed"}, "failed without a reason"),
+        ({"name": "else"}, "calls itself 'else'"),
+        ({"cell": {"kind": "odd"}}, "of kind 'odd'"),
+        ({"origin": {**ORIGIN, "commit": ""}}, "does not say the commit"),
+        ({"metrics": {k: v for k, v in FIGURES.items() if k != "final"}}, "has no final"),
+        ({"metrics": {**FIGURES, "final": 91.2}}, "no share"),
+        ({"metrics": {**FIGURES, "params": 10.5}}, "no whole number"),
+        ({"metrics": {**FIGURES, "params": -1}}, "its params is -1"),
+        ({"metrics": {**FIGURES, "final": None}}, "its final is None"),
+        ({"metrics": {**FIGURES, "final": "0.9"}}, "its final is '0.9'"),
+    ],
+)
+def test_malformed_records_are_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    path = write(tmp_path, record(), "some")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(RunError, match=re.escape(words)) as caught:
+        read(path)
+    assert str(path) in str(caught.value)
+
+
+def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, record(), "some")
+    path.write_text(path.read_text()[:50])
+    with pytest.raises(RunError, match="is not valid JSON"):
+        read(path)

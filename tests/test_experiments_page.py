@@ -1,0 +1,376 @@
+"""The results page: its numbers come from records and from the paper's data alone, and it is the one in docs."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import pytest
+
+import sosp
+from commands import call, lines, refusal
+from sosp import experiments
+from sosp.cli import reproduce
+from sosp.errors import RunError
+from sosp.experiments import Cell, Claim, Experiment, Pruned, Published, Record, Timed, Trained
+from sosp.experiments.cells import document
+from sosp.experiments.definition import starts
+from sosp.experiments.page import check, pages, write
+from sosp.experiments.page.findings import departures, findings, verdict
+from sosp.experiments.page.rows import Stat, beside, rows
+from sosp.experiments.records import NETWORKS, everything
+from sosp.experiments.records import write as keep
+
+HERE = Path(__file__).resolve().parents[1]
+ORIGIN = {"commit": "c0ffee", "torch": "2.99", "hardware": "Some GPU", "begun": "today"}
+START = Trained("resnet56", "cifar10")
+PLACE = ("resnet56", "cifar10")
+SOME = Experiment(
+    "some",
+    "Some experiment",
+    "Tab. 99",
+    tuple(Pruned(START, m, ("ratio", 0.5), seed=s) for m in ("sosp-h", "first-order") for s in (0, 1, 2)),
+    (
+        Published(31, *PLACE, "sosp-h", 93.15, 0.15, 84.28, 0.65, 0.5, 338e3, 55e6),
+        Published(32, *PLACE, "HRank", 90.72, params=0.27e6, macs=32e6),
+        Published(33, *PLACE, "baseline", 93.39),
+    ),
+    (Claim("second order helps", 34, "sosp-h", "first-order"),),
+)
+FINAL = {"sosp-h": (0.9311, 0.9327, 0.9302), "first-order": (0.9222, 0.9236)}  # one seed is missing
+
+
+def record(cell: Cell, metrics: dict[str, float], **more: Any) -> Record:
+    start = {"sha256": "f", "accuracy": 0.9339, "params": 853018, "macs": 125_485_696}
+    options = {"metrics": metrics, "start": start, "origin": ORIGIN, **more}
+    return Record(document(cell), cell.name, "some", **{"state": "done", **options})
+
+
+def figures(final: float) -> dict[str, float]:
+    shares = {"zeroed": final - 0.6, "masked": 0.21, "cut": final - 0.7, "recalibrated": final - 0.4}
+    sizes = {"params": round(4e5 * final), "macs": round(6e7 * final), "macs_alternative": round(5e7 * final)}
+    return {**shares, **sizes, "first": final - 0.2, "final": final, "best": final + 0.002}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Five of six cells, and the network they began with."""
+    folder = tmp_path / "results"
+    whole = {"accuracy": 0.9339, "params": 853018, "macs": 125_485_696}
+    keep(folder, record(START, whole, facts={"source": "given: a.safetensors"}), NETWORKS)
+    for cell in SOME.cells:
+        assert isinstance(cell, Pruned)
+        if cell.seed < len(FINAL[cell.method]):
+            keep(folder, record(cell, figures(FINAL[cell.method][cell.seed])), "some")
+    return folder
+
+
+# --- numbers --------------------------------------------------------------------------------------------
+
+
+def by_hand(values: list[float], scale: float = 100) -> str:
+    found = [scale * value for value in values]
+    return f"{mean(found):.2f} ± {stdev(found):.2f}"
+
+
+def table_of(text: str, title: str) -> list[list[str]]:
+    """The cells of the table under a heading, without its rule."""
+    part = text.split(f"### {title}\n\n")[1].split("\n\n")[0]
+    found = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in part.splitlines()]
+    return [found[0], *found[2:]]
+
+
+def test_the_tables_are_means_over_seeds_beside_the_papers_numbers(results: Path) -> None:
+    text = pages([SOME], results).texts["some.md"]
+    heads, *found = table_of(text, "resnet56-cifar10: accuracy")
+    for line, (method, finals) in zip(found, FINAL.items(), strict=True):
+        row = dict(zip(heads, line, strict=True))
+        shown = [figures(final) for final in finals]
+        assert (row["method"], row["gate"], row["seeds"]) == (method, "weights", f"{len(finals)} of 3")
+        for head, name in {"θ∖M": "zeroed", "cut": "cut", "renewed": "recalibrated", "epoch 1": "first"}.items():
+            assert row[head] == by_hand([one[name] for one in shown])
+        assert (row["final"], row["best"]) == (by_hand(list(finals)), by_hand([one["best"] for one in shown]))
+    first = dict(zip(heads, found[0], strict=True))
+    assert (first["paper: accuracy"], first["paper: before"], first["line"]) == ("93.15 ± 0.15", "84.28 ± 0.65", "31")
+    assert dict(zip(heads, found[1], strict=True))["paper: accuracy"] == "–"
+    heads, *found = table_of(text, "resnet56-cifar10: size")
+    row = dict(zip(heads, found[0], strict=True))
+    params = mean(figures(final)["params"] for final in FINAL["sosp-h"])
+    assert row["parameters"] == f"{params / 1e3:.0f} k"
+    assert row["removed"] == f"{100 * (1 - params / 853018):.2f} %"
+    assert (row["paper: parameters"], row["paper: MACs"]) == ("338 k", "55.00 M")
+
+
+def test_every_number_of_the_page_is_a_records_or_the_papers(results: Path) -> None:
+    """All that stands there is explained by a list made here from the raw records and the definition."""
+    text = pages([SOME], results).texts["some.md"]
+    raw = [json.loads(path.read_text()) for path in results.rglob("*.json")]
+    known = {"56", "10", "99", "0.5", "0", "2", "3", "2.99", "0.3", "1", "200"}  # names, versions, counts, the rule's
+    for method in FINAL:
+        mine = [r["metrics"] for r in raw if r["cell"].get("method") == method]
+        for name in mine[0]:
+            values = [one[name] for one in mine]
+            known |= {f"{100 * mean(values):.2f}", f"{100 * stdev(values):.2f}"}
+            known |= {f"{mean(values) / 1e3:.0f}", f"{mean(values) / 1e6:.2f}"}
+        for name, whole in (("params", 853018), ("macs", 125_485_696)):
+            known.add(f"{100 * (1 - mean(one[name] for one in mine) / whole):.2f}")
+    known |= {"93.39", "853", "125.49", "31", "32", "33", "34"}
+    known |= {"93.15", "0.15", "84.28", "0.65", "338", "55.00", "90.72", "270", "32.00"}
+    words = re.sub(r"`[^`]*`|!\[.*\)|c0ffee|^- .*: \d of \d cells$|Tab\. \d+", "", text, flags=re.MULTILINE)
+    words = re.sub(r"[A-Za-z]+[0-9]+[A-Za-z0-9-]*", "", words)  # names of networks and datasets
+    strange = [n for n in re.findall(r"\d+(?:\.\d+)?", words) if n not in known]
+    assert strange == []
+
+
+def test_times_are_over_repeats_and_name_their_inputs(tmp_path: Path) -> None:
+    cells = (Timed(*PLACE, "sosp-h"), Timed(*PLACE, "sosp-i", width=2.0), Timed(*PLACE, "sosp-i"))
+    paper = Published(41, *PLACE, "sosp-h", seconds=50, seconds_std=2)
+    some = Experiment("some", "t", "w", cells, (paper,), (Claim("quicker", 42, "sosp-h", "sosp-i", by="seconds"),))
+    for k, cell in enumerate(cells):
+        times = [0.11 * (k + 1), 0.13 * (k + 1)]
+        found = {"seconds": mean(times), "score": 0.1, "select": 0.02, "structures": 2032, "outputs": 10}
+        facts = {"inputs": "random numbers"}
+        keep(tmp_path, record(cell, found, history={"seconds": times}, facts=facts), "some")
+    text = pages([some], tmp_path).texts["some.md"]
+    heads, first, second, third = table_of(text, "Seconds of the pruning step")
+    row = dict(zip(heads, first, strict=True))
+    assert (row["together"], row["inputs"]) == ("0.12 s ± 0.014", "random numbers")
+    assert (row["paper: seconds"], row["line"]) == ("50 s ± 2", "41")
+    assert second[0] == "resnet56x2-cifar10"
+    assert second[-1] == third[-1] == "–"
+    assert "resnet56-cifar10: sosp-h 0.12 s ± 0.014, sosp-i 0.36 s ± 0.042: confirmed" in text
+
+
+# --- findings -------------------------------------------------------------------------------------------
+
+HIGH, LOW, NEAR = Stat(0.93, 0.001, 3), Stat(0.92, 0.002, 3), Stat(0.9295, 0.001, 3)
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "relation", "by", "found"),
+    [
+        (HIGH, LOW, "better", "final", "confirmed"),
+        (LOW, HIGH, "better", "final", "contradicted"),
+        (HIGH, NEAR, "better", "final", "within the noise"),
+        (HIGH, LOW, "better", "seconds", "contradicted"),
+        (LOW, HIGH, "better", "seconds", "confirmed"),
+        (HIGH, NEAR, "equal", "final", "confirmed"),
+        (HIGH, LOW, "equal", "final", "different"),
+        (HIGH, replace(LOW, count=1), "better", "final", "undecided"),
+    ],
+)
+def test_claims_are_judged_by_a_rule(mine: Stat, other: Stat, relation: str, by: str, found: str) -> None:
+    assert verdict(Claim("", 1, "a", "b", by, relation), mine, other) == found
+
+
+def test_claims_are_judged_where_both_sides_are_measured_alike(results: Path) -> None:
+    found = list(findings(SOME, rows(SOME, results)))
+    assert [str(f) for f in found] == [
+        f"resnet56-cifar10, 0.5 removed, gate weights: sosp-h {by_hand(list(FINAL['sosp-h']))}, "
+        f"first-order {by_hand(list(FINAL['first-order']))}: confirmed"
+    ]
+    text = pages([SOME], results).texts["some.md"]
+    assert "### What we could confirm" in text
+    assert "### What we could not confirm" not in text
+    turned = replace(SOME, claims=(Claim("first order helps", 34, "first-order", "sosp-h"),))
+    assert "### What we could not confirm" in pages([turned], results).texts["some.md"]
+    assert "everything is confirmed" in pages([SOME], results).texts["index.md"]
+    part = pages([turned], results).texts["index.md"].split("## What we could not confirm")[1]
+    assert '"First order helps" (line 34 of the paper), by the final accuracy:' in part
+    assert "contradicted" in part
+
+
+def test_accuracies_that_differ_from_the_papers_are_named(results: Path) -> None:
+    found = list(departures(rows(SOME, results), "final"))
+    assert len(found) == 1  # the final one is within the deviations, the one before fine-tuning is far off
+    assert "before fine-tuning (θ∖M)" in found[0]
+    assert "the paper has 84.28 ± 0.65 (line 31)" in found[0]
+    paper = replace(SOME.published[0], accuracy=94.0, before=None)
+    assert "final: " in next(departures(rows(replace(SOME, published=(paper,)), results), "final"))
+
+
+def test_the_papers_row_beside_a_cell() -> None:
+    cell = SOME.cells[0]
+    assert beside(cell, SOME.published) == SOME.published[0]
+    assert beside(replace(cell, budget=("ratio", 0.3)), SOME.published) is None  # type: ignore[call-arg]
+    assert beside(START, SOME.published) == SOME.published[2]
+    assert beside(replace(START, width=2.0), SOME.published) is None
+
+
+def test_runs_that_began_with_different_networks_are_named(results: Path) -> None:
+    cell = SOME.cells[0]
+    keep(results, record(cell, figures(0.93), start={"sha256": "g", "params": 1, "macs": 1}), "some")
+    assert "began with different networks" in pages([SOME], results).texts["some.md"]
+
+
+# --- what is missing, refused, shorter, by hand ---------------------------------------------------------
+
+
+def test_what_is_missing_or_refused_is_said(results: Path) -> None:
+    text = pages([SOME], results).texts["some.md"]
+    assert text.endswith("## Missing\n\n- resnet56-cifar10: 1 of 7 cells\n")
+    last = SOME.cells[-1]
+    keep(results, record(last, {}, state="refused", reason="it cuts the network in two"), "some")
+    assert f"- {last.name} was refused: it cuts the network in two" in pages([SOME], results).texts["some.md"]
+    assert "| [some](some.md) | Some experiment | 6 | 5 | 1 | 0 | 0 |" in pages([SOME], results).texts["index.md"]
+
+
+def test_without_records_the_page_says_so(tmp_path: Path) -> None:
+    found = pages([SOME], tmp_path)
+    assert "Nothing is measured yet." in found.texts["some.md"]
+    assert found.figures == ()
+
+
+def test_shorter_runs_have_a_part_of_their_own(results: Path) -> None:
+    short = experiments.in_epochs(SOME, 30)
+    keep(results, record(short.cells[0], figures(0.9111)), "some")
+    text = pages([SOME], results).texts["some.md"]
+    part = text.split("## In 30 epochs")[1]
+    assert "91.11" in part
+    assert "91.11" not in text.split("## In 30 epochs")[0]
+    assert "93.15 ± 0.15" not in part  # the paper trained for longer
+
+
+def test_remarks_are_words_without_numbers(results: Path) -> None:
+    path = results / "some" / "remarks.txt"
+    path.write_text("The paper's code is not the one we ran.\n")
+    assert "## Remarks\n\nThe paper's code" in pages([SOME], results).texts["some.md"]
+    path.write_text("It reached 93.2 percent.\n")
+    with pytest.raises(RunError, match=re.escape("has a number ('It reached 93")):
+        pages([SOME], results)
+
+
+def test_a_record_of_nobody_is_refused(results: Path) -> None:
+    keep(results, record(replace(SOME.cells[0], examples=7), figures(0.9)), "some")  # type: ignore[call-arg]
+    with pytest.raises(RunError, match="is a record of no cell"):
+        pages([SOME], results)
+
+
+# --- writing and checking -------------------------------------------------------------------------------
+
+
+def test_a_page_that_was_tampered_with_is_found(results: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    docs = tmp_path / "docs"
+    written = write([SOME], results, docs)
+    assert {path.name for path in written} == {"index.md", "some.md", "some-resnet56-cifar10.svg"}
+    assert check([SOME], results, docs) == []
+    page, drawn = docs / "some.md", docs / "some-resnet56-cifar10.svg"
+    right = page.read_text()
+    page.write_text(right.replace("93.15 ± 0.15", "93.51 ± 0.15"))
+    assert "is not what the records say" in check([SOME], results, docs)[0]
+    page.write_text(right)
+    keep(results, record(SOME.cells[0], figures(0.9399)), "some")
+    assert {complaint.split(":")[0] for complaint in check([SOME], results, docs)} == {str(page), str(drawn)}
+    (docs / "old.svg").write_text("")
+    write([SOME], results, docs)
+    assert check([SOME], results, docs) == []
+    assert not (docs / "old.svg").exists()
+
+
+def test_a_figure_is_the_same_each_time_and_shows_everybody(results: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write([SOME], results, tmp_path / "a")
+    write([SOME], results, tmp_path / "b")
+    first, second = ((tmp_path / n / "some-resnet56-cifar10.svg").read_text() for n in "ab")
+    assert first == second
+    for word in ("sosp-h", "first-order", "HRank (paper)", "sosp-h (paper)", "parameters", "MACs"):
+        assert word in first
+
+
+def every() -> list[Experiment]:
+    return [experiments.make(name) for name in experiments.EXPERIMENTS]
+
+
+def test_the_records_of_this_repository_are_well_formed() -> None:
+    known = {cell.name: cell for e in every() for v in (e, *lengths(e)) for cell in (*v.cells, *starts(v))}
+    found = [record for _, record in everything(HERE / "results")]  # reading refuses what is not
+    assert [r.name for r in found if r.name not in known or document(known[r.name]) != r.cell] == []
+
+
+def lengths(experiment: Experiment) -> list[Experiment]:
+    found = {r.cell["tuning"]["epochs"] for _, r in everything(HERE / "results") if r.cell["kind"] == "pruned"}
+    return [experiments.in_epochs(experiment, epochs) for epochs in sorted(found)]
+
+
+def test_the_pages_of_this_repository_are_what_its_records_say() -> None:
+    assert check(every(), HERE / "results", HERE / "docs" / "results") == []
+
+
+# --- the command ----------------------------------------------------------------------------------------
+
+
+def test_list_names_every_experiment() -> None:
+    shown = call("reproduce", "--list").stdout
+    assert all(name in shown for name in experiments.EXPERIMENTS)
+    assert [fact["name"] for fact in lines("reproduce", "--list")] == list(experiments.EXPERIMENTS)
+
+
+def test_status_counts_cells(results: Path) -> None:
+    told = lines("reproduce", "--status", "--results", str(results))
+    assert [fact["name"] for fact in told] == list(experiments.EXPERIMENTS)
+    first = told[0]
+    assert (first["cells"], first["done"], first["missing"]) == (90, 5, 85)  # ours are cells of that one
+    shown = call("reproduce", "shuffle", "--status", "--results", str(results)).stdout
+    assert "resnet56-cifar10-e200-sosp-h-ratio0.5-weights-e200-s0: done" in shown
+    assert "ratio0.3-weights-shuffled-e200-s0: missing" in shown
+
+
+def test_a_dry_run_says_what_is_missing_and_does_nothing(tmp_path: Path) -> None:
+    words = ("reproduce", "resnet56-cifar10", "--dry-run", "--seeds", "1", "--only", r"cifar10-.*ratio0\.5")
+    (told,) = lines(*words, "--results", str(tmp_path / "r"), "--work", str(tmp_path / "w"))
+    assert len(told["missing"]) == 6
+    shown = call(*words, "--results", str(tmp_path / "r"), "--work", str(tmp_path / "w")).stdout
+    assert "6 of 6 cells are missing" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_runs_goes_on_and_writes_the_page(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    place = ("--results", str(tmp_path / "r"), "--work", str(tmp_path / "w"), "--page", str(tmp_path / "p"))
+    words = ("reproduce", "runtime", "--tiny", "--only", r"x0\.25-.*sosp-h", "--device", "cpu", *place)
+    told = lines(*words)
+    assert [fact["event"] for fact in told] == ["plan", "cell", "result", "pages"]
+    assert told[2] == {"event": "result", "experiment": "runtime-tiny"} | told[2]
+    assert (told[2]["done"], told[2]["missing"]) == (1, 7)
+    again = call(*words).stdout
+    assert "1 done, 0 refused, 0 failed, 7 missing" in again
+    assert "0.25-digits" in (tmp_path / "p" / "runtime-tiny.md").read_text()
+
+
+def test_stopped_it_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reproduce.experiments, "run", stop)
+    found = call("reproduce", "runtime", "--tiny", "--results", str(tmp_path))
+    assert found.exit_code == 130
+    assert "Go on with the same command" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ((), "which experiment? There are resnet56-cifar10"),
+        (("resnet-56",), "Did you mean 'resnet56-cifar10'?"),
+        (("shuffle", "--only", "["), "is no regular expression"),
+        (("shuffle", "--seeds", "0"), "seeds=0 must be"),
+        (("shuffle", "--epochs", "0"), "epochs=0 must be"),
+        (("shuffle", "--weights", "vgg19=a"), "no cell begins with 'vgg19'"),
+        (("shuffle", "--device", "tpu"), "device='tpu' cannot be used"),
+    ],
+)
+def test_refusals_are_one_line(words: tuple[str, ...], complaint: str) -> None:
+    assert complaint in refusal("reproduce", *words)
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    words = ("reproduce", "runtime", "--tiny", "--results", str(tmp_path / "file"), "--work", str(tmp_path / "w"))
+    assert "file: cannot be written to (File exists)" in refusal(*words, begun=True)
+
+
+def test_it_is_public() -> None:
+    assert sosp.experiments.make("shuffle").name == "shuffle"
