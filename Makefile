@@ -5,10 +5,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 N      ?= 1000
 JOBS   ?= 2
-STAMP  := $(VENV)/.installed-dev-demo
+STAMP  := $(VENV)/.installed-dev-demo-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz format install clean
+.PHONY: help demo test docs fuzz format install clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,11 @@ test: $(STAMP)  ## format check, lint, types, tests
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest -n auto
 
+docs: $(STAMP)  ## build the documentation into site/, strictly and without a network
+	@echo "==> mkdocs build"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "site/index.html"
+
 fuzz: $(STAMP)  ## shrink N random networks and compare them with the masked ones (make fuzz N=10000 JOBS=2)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py $(N) --jobs $(JOBS)
 
@@ -41,10 +46,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than Python 3.11; name another one: make PYTHON=python3.12 ..."; exit 1; }
 	@test -x $(BIN)/python || { echo "==> creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "==> installing sosp[dev,demo] into $(VENV), versions from constraints.txt (a few minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
+	@echo "==> installing sosp[dev,demo,docs] into $(VENV), versions from constraints.txt (a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo,docs]'
 	@touch $@
 
 clean:  ## remove .venv, caches and build results
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
