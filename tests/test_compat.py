@@ -15,6 +15,7 @@ import sosp
 from shrinking import case
 from shrinking.compare import all_apart, apart, loss_of, mask_of, outputs, some_channels
 from shrinking.recipe import randomise
+from sosp.scatter import Scatter
 
 # Residual adds, concatenations, depthwise filters with squeeze-and-excitation, tokens, attention, zeros put back.
 NAMES = ["resnet", "densenet", "mobilenet-v3", "vision-transformer", "attention-sdpa", "flatten-constant"]
@@ -264,6 +265,34 @@ def test_a_device_without_numbers(name: str) -> None:
     found = small.to("meta")(x.to("meta"))
     assert found.device.type == "meta"
     assert found.shape == shape
+
+
+INDEX = {
+    "holes": [0, -1, 2, 1, -1, 4, 3],
+    "in order": [0, 1, -1, 2, 3, 4, -1],
+    "fewer": [3, 0, 4],
+    "twice": [1, 1, 0, -1],
+}
+
+
+@pytest.mark.parametrize("index", INDEX.values(), ids=INDEX)
+def test_a_scatter_keeps_channels_last_both_ways(index: list[int]) -> None:
+    """And moves what it moves in the usual layout."""
+    scatter = Scatter(torch.tensor(index), 1, 5)
+    x = torch.arange(2 * 5 * 3 * 4, dtype=torch.float64).view(2, 5, 3, 4)
+    wanted = torch.stack([x[:, i] if i >= 0 else 0 * x[:, 0] for i in index], 1)
+    slope = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    back = torch.zeros_like(x)
+    for j, i in enumerate(index):
+        back[:, i] += slope[:, j] if i >= 0 else 0
+    for layout in (torch.contiguous_format, torch.channels_last):
+        given = x.to(memory_format=layout, copy=True).requires_grad_()
+        found = scatter(given)
+        (gradient,) = torch.autograd.grad(found, given, slope.to(memory_format=layout))
+        assert torch.equal(found, wanted)
+        assert torch.equal(gradient, back)
+        assert found.is_contiguous(memory_format=layout)
+        assert gradient.is_contiguous(memory_format=layout)
 
 
 @pytest.mark.gpu

@@ -33,13 +33,20 @@ class Scatter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         axis = self.axis % x.dim()
+        if axis == 1 and x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
+            # Both ways channels last: the gradient of indexing would come back contiguous, and be converted.
+            return self._moved(x.permute(0, 2, 3, 1), 3).permute(0, 3, 1, 2)
+        return self._moved(x, axis)
+
+    def _moved(self, x: Tensor, axis: int) -> Tensor:
         if self.dense:
             return x.index_select(axis, self.source)
         if torch.compiler.is_compiling() or type(x) is not Tensor:  # one gather that fuses with what follows
             return x.index_select(axis, self.inverse).masked_fill(_along(self.empty, x.dim(), axis), 0)
         shape = list(x.shape)
         shape[axis] = len(self.index)
-        return _zeros(x, shape).index_copy_(axis, self.places, x if self.whole else x.index_select(axis, self.source))
+        taken = x if self.whole else x.index_select(axis, self.source)
+        return x.new_zeros(shape).index_copy_(axis, self.places, taken)
 
     def extra_repr(self) -> str:
         return f"{self.given} -> {len(self.index)}, axis={self.axis}"
@@ -49,13 +56,6 @@ def _along(values: Tensor, dim: int, axis: int) -> Tensor:
     shape = [1] * dim
     shape[axis] = len(values)
     return values.view(shape)
-
-
-def _zeros(like: Tensor, shape: list[int]) -> Tensor:
-    """Zeros of that shape, channels last where ``like`` is."""
-    if like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous():
-        return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last).zero_()
-    return like.new_zeros(shape)
 
 
 def scatter_output(module: Any, args: Any, output: Tensor) -> Tensor:
