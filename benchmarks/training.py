@@ -1,6 +1,6 @@
 """Seconds per epoch of ResNet-56 at batch 128: a plain eager loop, sosp.train alone, and several networks side by side.
 
-python benchmarks/training.py [--device cuda] [--networks 1 4 8] [--images 50000] [--out results/training.md]
+python benchmarks/training.py [--device cuda] [--networks 1 4 8] [--ratio 0.5] [--out results/training.md]
 """
 
 from __future__ import annotations
@@ -17,6 +17,13 @@ from torch import nn
 
 import sosp
 
+SPEEDS = {
+    "usual": sosp.Speed(),
+    "channels first": sosp.Speed(channels_last=False),
+    "float32": sosp.Speed("float32"),
+    "float32, channels first": sosp.Speed("float32", channels_last=False),
+    "compiled": sosp.Speed(compile=True),
+}
 EPOCHS = 3  # the first one also captures graphs and chooses kernels; the median of the others counts
 
 
@@ -24,15 +31,12 @@ def main() -> None:
     options = _options()
     device = torch.device(options.device)
     data = images(options.images, device)
-    rows = [("plain eager loop, float32", 1, plain(sosp.nets.make(options.net).to(device), data.train, device))]
+    rows = [("plain eager loop, float32", 1, plain(network(options, 0).to(device), data.train, device))]
     for count in options.networks:
-        rows.append(
-            (
-                f"sosp.train, {count} side by side" if count > 1 else "sosp.train",
-                count,
-                ours(options.net, data, count, device),
-            )
-        )
+        for how in options.speeds:
+            name = f"sosp.train{'' if how == 'usual' else f' ({how})'}"
+            side = f", {count} side by side" if count > 1 else ""
+            rows.append((name + side, count, ours(options, data, count, device, SPEEDS[how])))
     text = table(options, device, rows)
     print(text)
     if options.out:
@@ -45,6 +49,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--net", default="resnet56")
     parser.add_argument("--networks", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--ratio", type=float, default=0.0, help="prune the networks first, at random")
+    parser.add_argument("--speeds", nargs="+", choices=list(SPEEDS), default=["usual"])
     parser.add_argument("--images", type=int, default=50000)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -74,11 +80,25 @@ def plain(model: nn.Module, source: sosp.data.Resident, device: torch.device) ->
     return median(times[1:])
 
 
-def ours(net: str, data: sosp.data.Dataset, count: int, device: torch.device) -> float:
+def network(options: argparse.Namespace, seed: int) -> nn.Module:
+    """As it is made, or without a share of its structures, others for every seed."""
+    model, example = sosp.nets.make(options.net), torch.zeros(2, 3, 32, 32)
+    if not options.ratio:
+        return model
+    generator = torch.Generator().manual_seed(seed)
+    structures = sosp.find_structures(model, example)
+    batch = (example, torch.zeros(2, dtype=torch.long))
+    saliency = sosp.score(model, batch, method="random", structures=structures, generator=generator)
+    return sosp.shrink(model, sosp.select(saliency, ratio=options.ratio), example)
+
+
+def ours(
+    options: argparse.Namespace, data: sosp.data.Dataset, count: int, device: torch.device, speed: sosp.Speed
+) -> float:
     """Seconds for an epoch of all of them."""
-    models = {str(k): sosp.nets.make(net) for k in range(count)}
-    schedule = sosp.Schedule(epochs=EPOCHS, rate=0.01)
-    trained = sosp.train(models, (data.train, None), schedule, device=device, seed={n: int(n) for n in models})
+    models = {str(k): network(options, k) for k in range(count)}
+    schedule, seeds = sosp.Schedule(epochs=EPOCHS, rate=0.01), {n: int(n) for n in models}
+    trained = sosp.train(models, (data.train, None), schedule, device=device, seed=seeds, speed=speed)
     return median(epoch.seconds for epoch in trained["0"].history[1:])
 
 
@@ -90,7 +110,8 @@ def clock(device: torch.device) -> float:
 
 def table(options: argparse.Namespace, device: torch.device, rows: list[tuple[str, int, float]]) -> str:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
-    lines = [f"{options.net}, {options.images} images of 32 px, batch 128, {where}, torch {torch.__version__}", ""]
+    net = f"{options.net} without {options.ratio:.0%} of its structures" if options.ratio else options.net
+    lines = [f"{net}, {options.images} images of 32 px, batch 128, {where}, torch {torch.__version__}", ""]
     lines += ["| | seconds per epoch | per network | times the plain loop |", "|---|---:|---:|---:|"]
     for name, count, seconds in rows:
         speed = rows[0][2] * count / seconds
