@@ -20,8 +20,9 @@ from sosp.data.registry import understood
 from sosp.errors import ArgumentError, DataError, OutOfMemoryError, RunError, TrainingError
 from sosp.experiments import Experiment, Pruned, Setting, Timed, Trained, bench, cutting, networks, runner, together
 from sosp.experiments.bench import weights_of
-from sosp.experiments.origin import commit, described, hardware
+from sosp.experiments.origin import commit, described
 from sosp.experiments.records import NETWORKS, Record, find
+from sosp.pipeline.origin import hardware
 from sosp.training import Accuracy, Epoch, Moment
 
 CPU = torch.device("cpu")

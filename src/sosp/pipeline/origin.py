@@ -16,8 +16,10 @@ import torch
 
 from sosp.config import Config
 from sosp.models import digest, parse
-from sosp.pipeline.job import network_file
+from sosp.pipeline.job import device_of, network_file
 from sosp.runs import FILE_KEYS, Record
+
+CPU = Path("/proc/cpuinfo")
 
 
 def describe(config: Config, command: Sequence[str]) -> Record:
@@ -25,23 +27,38 @@ def describe(config: Config, command: Sequence[str]) -> Record:
     given = {f"{s}.{k}": getattr(getattr(config, s), k, None) for s, k in FILE_KEYS}
     found = {name: digest(network_file(path)) for name, path in given.items() if path is not None}
     plans = {stage: asdict(getattr(config, stage).plan()) for stage in _trained(config)}
-    return Record(config, found, {**origin(command), "schedules": plans})
+    return Record(config, found, {**origin(command, device_of(config.run.device)), "schedules": plans})
 
 
 def _trained(config: Config) -> list[str]:
     return [stage for stage in ("train", "finetune") if getattr(config, stage) is not None]
 
 
-def origin(command: Sequence[str]) -> dict[str, Any]:
+def origin(command: Sequence[str], device: torch.device) -> dict[str, Any]:
+    """Versions, the hardware that does the work, the command, the commit."""
     return {
         "sosp": vars(sys.modules["sosp"])["__version__"],
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
+        "hardware": hardware(device),
         "command": list(command),
         "commit": _commit(),
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def hardware(device: torch.device) -> str:
+    """The name of the GPU, or of the processor with the threads in use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}, {torch.get_num_threads()} threads"
+
+
+def _processor() -> str:
+    lines = CPU.read_text(encoding="utf-8", errors="replace").splitlines() if CPU.is_file() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

@@ -16,6 +16,7 @@ KEYS = {
     "torch": "torch",
     "python": "Python",
     "machine": "machine",
+    "hardware": "hardware",
     "begun": "begun",
 }
 
