@@ -14,6 +14,14 @@ from sosp.comparison import Cell, Summary, summaries
 from sosp.comparison.cells import Cells
 from sosp.runs import read_record
 
+COMMAND = """<!-- not run: needs CIFAR-10 and weights -->
+```sh
+sosp compare sosp:{model} --weights {model}.safetensors --data {data} --data-dir datasets --seeds {seeds}
+```"""
+READ = """Scoring data is training data, which the network knows: few examples have a gradient left, and methods that
+look at gradients vary with the draw. Every method removes the same number of structures, not of parameters: see the
+last table. `group-fisher` removes whole channels of a stream, all others choose in every layer. What the methods are:
+[methods](methods.md)."""
 ABOUT = {
     "recalibrated": "## With batch norm statistics taken anew",
     "repaired": "## Repaired",
@@ -53,12 +61,8 @@ def _head(run: Path, cells: tuple[Cell, ...]) -> str:
         f"# {model} on {data}: every method, without training\n\n"
         f"Test accuracy in percent by share of the structures removed, mean ± standard deviation over {seeds} draws of "
         f"1,000 examples to score with, batch norm statistics from {how.statistics:,} training images. "
-        f"Gates sit after the norm. Measured with sosp {record.origin.get('version', '')} by:\n\n"
-        f"```\nsosp compare sosp:{model} --weights {model}.safetensors --data {data} --data-dir datasets "
-        f"--seeds {seeds}\n```\n\n"
-        "Every method removes the same number of structures, not the same number of parameters: see the last table. "
-        "`group-fisher` removes whole channels of a stream, all others choose in every layer. What the methods are: "
-        "[methods](methods.md)."
+        f"Gates sit after the norm. Measured on {record.origin['hardware']} with torch {record.origin['torch']} by:\n\n"
+        f"{COMMAND.format(model=model, data=data, seeds=seeds)}\n\n{READ}"
     )
 
 
