@@ -15,8 +15,12 @@ from sosp.training.companion import Companion
 from sosp.training.dice import chance
 from sosp.training.learner import Learner
 from sosp.training.loop import Job, OnEpoch, OnStep, Saving, Told
+from sosp.room import Room, with_room
 from sosp.training.schedule import Schedule, schedule_of
+from sosp.training.sources import both, is_source, moved
 from sosp.training.speed import Speed, fastest_kernels
+
+LOOK = 4  # examples that a network is followed with
 
 
 def train(
@@ -60,7 +64,8 @@ def train(
         fastest_kernels(),
         chance(next(iter(seeds.values())), where),
     ):
-        learners = {n: Learner(m, schedule, fast, where, teacher, companion) for n, m in models.items()}
+        rooms = _rooms(models, data, fast, companion)
+        learners = {n: Learner(m, schedule, fast, where, teacher, companion, rooms.get(n)) for n, m in models.items()}
         found = Job(learners, data, schedule, seeds, saving, Told(on_epoch, on_step)).run()
     return found if isinstance(model, Mapping) else found[""]
 
@@ -80,3 +85,13 @@ def _seeds(seed: int | Mapping[str, int], models: Mapping[str, nn.Module]) -> di
     if isinstance(seed, Mapping) and seed.keys() != models.keys():
         raise ArgumentError(f"seed has numbers for {list(seed)}, and the networks are {list(models)}.")
     return {n: whole_number("seed", seed[n] if isinstance(seed, Mapping) else seed, least=0) for n in models}
+
+
+def _rooms(models: Mapping[str, nn.Module], data: Any, speed: Speed, companion: Companion | None) -> dict[str, Room]:
+    """Room for the networks that gain by it. A companion knows the network as it is; a loader is not read twice."""
+    source = both(data)[0] if speed.room and companion is None else None
+    if not is_source(source):
+        return {}
+    example = next(iter(source.ordered(batch=LOOK, limit=LOOK)))[0]
+    found = {n: with_room(m, moved(example, home(m))) for n, m in models.items()}
+    return {n: room for n, room in found.items() if room is not None}

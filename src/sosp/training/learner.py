@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sosp import ranks
 from sosp.batches import call
+from sosp.room import Room
 from sosp.training.companion import Companion
 from sosp.training.feed import Batch
 from sosp.training.norms import over_all_ranks
@@ -29,15 +30,18 @@ class Learner:
         device: torch.device,
         teacher: nn.Module | None,
         companion: Companion | None = None,
+        room: Room | None = None,
     ) -> None:
-        self.schedule, self.speed, self.device = schedule, speed, device
-        self.model = speed.placed(copy.deepcopy(model), device).train()
+        self.schedule, self.speed, self.device, self.room = schedule, speed, device, room
+        self.model = speed.placed(copy.deepcopy(model if room is None else room.model), device).train()
         self.teacher = _still(speed.placed(copy.deepcopy(teacher), device)) if teacher is not None else None
         self.average = _still(copy.deepcopy(self.model)) if schedule.ema else None
         # A mask of minus infinities has no average.
         self.fixed = {n for n, x in numbers(self.model).items() if not _finite(x)} if schedule.ema else set()
         self.run = torch.compile(self.model) if speed.compile else self.model
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        masks = room.masks(self.model) if room is not None else {}
+        self.masks = [(self.named[n], mask) for n, mask in masks.items() if n in self.named]
         self.companion = copy.deepcopy(companion)
         if self.companion is not None:
             self.along = {f"companion/{n}": p for n, p in self.companion.begin(self.model).items()}
@@ -79,11 +83,18 @@ class Learner:
         self._total(loss / (batch.rows * batch.copies), more).backward()
         if ranks.ranks() > 1:
             self._add_up()
+        self._keep_room_empty()
         self.optimiser.step()
         if self.companion is not None:
             with torch.no_grad():
                 self.companion.after(self.model, self.optimiser.param_groups[0]["lr"])
         self._note(loss.detach(), correct(outputs, batch.labels), batch)
+
+    def _keep_room_empty(self) -> None:
+        """What was added to the network is not trained."""
+        given = [(p.grad, mask) for p, mask in self.masks if p.grad is not None]
+        if given:
+            torch._foreach_mul_([g for g, _ in given], [mask for _, mask in given])
 
     def _more(self, batch: Batch, outputs: Any) -> Tensor | None:
         if self.companion is None:
@@ -147,14 +158,32 @@ class Learner:
     def finished(self) -> nn.Module:
         """The network, to be used; what only training needs is gone."""
         self.optimiser.zero_grad(set_to_none=True)
-        return self.model.eval()
+        return self._without_room(self.model).eval()
 
     def averaged(self) -> nn.Module | None:
         """The network with the moving average of the weights, to be used like the other one."""
-        if self.average is not None:
-            for mine, theirs in zip(self.average.parameters(), self.model.parameters(), strict=True):
-                mine.requires_grad_(theirs.requires_grad)
-        return self.average
+        if self.average is None:
+            return None
+        for mine, theirs in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            mine.requires_grad_(theirs.requires_grad)
+        return self._without_room(self.average)
+
+    def _without_room(self, model: nn.Module) -> nn.Module:
+        return model if self.room is None else self.speed.placed(self.room.shrunk(model), self.device)
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Of the network's tensors, as it was given."""
+        return {n: list(x.shape) for n, x in numbers(self.model if self.room is None else self.room.small).items()}
+
+    def stored(self) -> dict[str, Tensor]:
+        """All numbers for a checkpoint: those of the network as it was given."""
+        found = self.tensors()
+        return found if self.room is None else {n: self.room.narrow(_bare(n), x) for n, x in found.items()}
+
+    def take(self, stored: dict[str, Tensor]) -> None:
+        """Go on from a checkpoint."""
+        room = self.room
+        self.restore(stored if room is None else {n: room.widen(_bare(n), x) for n, x in stored.items()})
 
     def tensors(self) -> dict[str, Tensor]:
         """All numbers, by name; the tensors themselves."""
@@ -189,6 +218,12 @@ def numbers(model: nn.Module | None) -> dict[str, Tensor]:
     if model is None:
         return {}
     return {n: x.detach() for n, x in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def _bare(name: str) -> str:
+    """The name of a network's tensor, without what it is kept for."""
+    kind, _, bare = name.partition("/")
+    return bare if kind in ("model", "average", "momentum") else ""
 
 
 def _finite(x: Tensor) -> bool:

@@ -27,6 +27,7 @@ class Speed:
     channels_last: bool | None = None
     graph: bool | None = None  # a step as one CUDA graph; needs a network without decisions by numbers
     compile: bool = False
+    room: bool | None = None  # widths in multiples of 8 and no scatters while a pruned network is trained
 
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)
@@ -41,7 +42,8 @@ class Speed:
         precision = ("bf16" if cuda else "float32") if self.precision == "auto" else self.precision
         layout = cuda if self.channels_last is None else self.channels_last
         graph = cuda and ranks.ranks() == 1 if self.graph is None else self.graph
-        return Speed(precision, layout, graph, self.compile)
+        room = cuda and ranks.ranks() == 1 and not self.compile if self.room is None else self.room
+        return Speed(precision, layout, graph, self.compile, room)
 
     @contextmanager
     def mixed(self, device: torch.device) -> Iterator[None]:

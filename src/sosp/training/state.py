@@ -18,7 +18,7 @@ from torch import Tensor
 from sosp import ranks
 from sosp.archive import read, write
 from sosp.errors import CheckpointError
-from sosp.training.learner import Learner, numbers
+from sosp.training.learner import Learner
 from sosp.training.schedule import Schedule, difference
 
 NAME = re.compile(r"checkpoint-(\d{8,})\.safetensors")
@@ -54,7 +54,7 @@ class Identity:
     def of(
         cls, learners: Mapping[str, Learner], schedule: Schedule, seeds: Mapping[str, int], examples: int
     ) -> Identity:
-        shapes = {n: {k: list(x.shape) for k, x in numbers(a.model).items()} for n, a in learners.items()}
+        shapes = {n: a.shapes() for n, a in learners.items()}
         return cls(schedule, dict(seeds), examples, shapes)
 
     def document(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def save(
 
 def _tensors(learners: Mapping[str, Learner]) -> dict[str, Tensor]:
     """Copies on the CPU, none of which share memory."""
-    found = {f"{k}/{n}": x for k, a in enumerate(learners.values()) for n, x in a.tensors().items()}
+    found = {f"{k}/{n}": x for k, a in enumerate(learners.values()) for n, x in a.stored().items()}
     found["random/cpu"] = torch.get_rng_state()
     device = next(iter(learners.values())).device
     if device.type == "cuda":
@@ -211,7 +211,7 @@ def resume(folder: Path, learners: Mapping[str, Learner], identity: Identity) ->
         for name, learner in learners.items():
             start = f"{found.names.index(name)}/"
             kept = {n.removeprefix(start): x for n, x in found.tensors.items() if n.startswith(start)}
-            learner.restore(kept)
+            learner.take(kept)
         _restore_random_numbers(found.tensors, next(iter(learners.values())).device)
     return found
 
