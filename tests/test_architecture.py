@@ -45,6 +45,7 @@ ALLOWED = {
     "quotas": "errors records greedy",
     "selection": "errors records mask cost greedy quadratic quotas",
     "verify": "errors batches flow",
+    "room": "layers preserve recipe flow verify",
     "checkpoint": "errors archive records layers scatter recipe preserve gates mask greedy",
     "surgery": "errors recipe flow mask cost verify checkpoint",
     "eigendamage": "errors ranks records recipe batches losses structures passes preserve kfac criteria cost verify "
@@ -56,7 +57,7 @@ ALLOWED = {
     "nets": "errors",
     "usercode": "errors",
     "data": "errors progress usercode",
-    "training": "errors ranks archive batches losses preserve progress data",
+    "training": "errors ranks archive batches losses preserve progress data room",
     "learned": "errors progress ranks records layers preserve batches losses structures gates mask cost criteria data "
     "training",
     "comparison": "errors ranks records flow criteria mask cost selection structures surgery eigendamage data training",

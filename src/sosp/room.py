@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sosp.errors import SospError
 from sosp.flow import Flow, trace
 from sosp.flow.graph import Cut, Ids
 from sosp.layers import is_norm, layer_type
@@ -63,13 +62,11 @@ class Room:
     def shrunk(self, model: nn.Module) -> nn.Module:
         """The small network with the numbers of one with room, on its device and in its layout."""
         small = copy.deepcopy(self.small)
-        theirs = {n: x for n, x in (*model.named_parameters(), *model.named_buffers())}
-        home = next(iter(theirs.values())).device
-        small = small.to(home)
-        for store in (small.named_parameters(), small.named_buffers()):
-            for name, mine in store:
-                if name in theirs and not _is_scatter(name):
-                    mine.data = self.narrow(name, theirs[name].detach()).clone(memory_format=torch.preserve_format)
+        theirs = _tensors(model)
+        small = small.to(next(iter(theirs.values())).device)
+        for name, mine in _tensors(small).items():
+            if name in theirs and not _is_scatter(name):
+                mine.data = self.narrow(name, theirs[name].detach()).clone(memory_format=torch.preserve_format)
         return small.train(model.training)
 
 
@@ -77,6 +74,10 @@ def _back(index: Tensor) -> Tensor:
     """(n,) where each channel of the small network went."""
     at = (index >= 0).nonzero().flatten()
     return at[index[at].argsort()]
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _is_scatter(name: str) -> bool:
@@ -90,7 +91,7 @@ def with_room(model: nn.Module, example: Any) -> Room | None:
     try:
         with same_random_numbers():
             return _made(model, example)
-    except SospError:
+    except Exception:  # a training does not fail with what only makes it faster
         return None
 
 
@@ -114,7 +115,7 @@ def _made(model: nn.Module, example: Any) -> Room | None:
 
 @torch.no_grad()
 def _set_zero(model: nn.Module, places: Places) -> None:
-    tensors = {n: x for n, x in (*model.named_parameters(), *model.named_buffers())}
+    tensors = _tensors(model)
     for name, axes in places.items():
         for axis, index in axes.items():
             tensors[name].index_fill_(axis, (index < 0).nonzero().flatten().to(tensors[name].device), 0)
@@ -127,7 +128,7 @@ def _recipe(model: nn.Module, flow: Flow) -> tuple[Recipe, Places]:
         try:
             places = blocks.places()
             break
-        except Misfit as misfit:
+        except MisfitError as misfit:
             blocks.hold(misfit.block)
     sizes: dict[str, dict[str, int]] = {}
     for d in flow.graph.dense.values():
@@ -144,7 +145,7 @@ def _recipe(model: nn.Module, flow: Flow) -> tuple[Recipe, Places]:
     return Recipe(slices, sizes=sizes, scatters=dict.fromkeys(blocks.absorbed())), places
 
 
-class Misfit(Exception):
+class MisfitError(Exception):
     """A block of channels does not stand in a tensor as a whole."""
 
     def __init__(self, block: int) -> None:
@@ -232,10 +233,6 @@ class Blocks:
             if d.narrow and d.groups == 1:
                 self._note(found, d.weight, d.out_axis, [d.out])
                 self._note(found, d.weight, d.in_axis, d.into)
-        for name in self.absorbed():
-            cuts = self.scatters[name]
-            for ids in [c.given for c in cuts]:
-                self._index(ids)
         return found
 
     def _note(self, found: Places, name: str, axis: int, calls: Iterable[Ids]) -> None:
@@ -244,7 +241,7 @@ class Blocks:
             if not np.array_equal(index, np.arange(len(index))):
                 found.setdefault(name, {})[axis] = torch.from_numpy(index)
         if any(not np.array_equal(index, indices[0]) for index in indices):
-            raise Misfit(self._any(calls))
+            raise MisfitError(self._any(calls))
 
     def _any(self, calls: Iterable[Ids]) -> int:
         """A block in these that still has room."""
@@ -266,7 +263,7 @@ class Blocks:
             whole = self.blocks[block]
             run = int((np.cumsum(classes[at:] != classes[at]) == 0).sum())
             if not np.array_equal(classes[at : at + run * len(whole)], np.repeat(whole, run)):
-                raise Misfit(block)
+                raise MisfitError(block)
             order = self.arrangement(block)
             found.append(np.where(order[:, None] >= 0, at + order[:, None] * run + np.arange(run), -1).reshape(-1))
             at += run * len(whole)

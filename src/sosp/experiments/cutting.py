@@ -59,7 +59,7 @@ class Cutter:
     def cut(self, cell: Pruned, folder: Path) -> Cut:
         """From the folder where it is there already, cut from this very network; else made, and kept there."""
         path = folder / FIGURES
-        if not path.is_file() or read_json(path)["start"] != self.start:
+        if not path.is_file() or read_json(path).get("start") != self.start:
             together.forget_any(folder.parent, cell.name)
             self._make(cell, folder)
         kept = read_json(path)

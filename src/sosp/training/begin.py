@@ -11,11 +11,11 @@ from torch import nn
 
 from sosp.errors import ArgumentError, whole_number
 from sosp.preserve import home, refuse_uninitialised
+from sosp.room import Room, with_room
 from sosp.training.companion import Companion
 from sosp.training.dice import chance
 from sosp.training.learner import Learner
 from sosp.training.loop import Job, OnEpoch, OnStep, Saving, Told
-from sosp.room import Room, with_room
 from sosp.training.schedule import Schedule, schedule_of
 from sosp.training.sources import both, is_source, moved
 from sosp.training.speed import Speed, fastest_kernels
@@ -89,7 +89,7 @@ def _seeds(seed: int | Mapping[str, int], models: Mapping[str, nn.Module]) -> di
 
 def _rooms(models: Mapping[str, nn.Module], data: Any, speed: Speed, companion: Companion | None) -> dict[str, Room]:
     """Room for the networks that gain by it. A companion knows the network as it is; a loader is not read twice."""
-    source = both(data)[0] if speed.room and companion is None else None
+    source: Any = both(data)[0] if speed.room and companion is None else None
     if not is_source(source):
         return {}
     example = next(iter(source.ordered(batch=LOOK, limit=LOOK)))[0]

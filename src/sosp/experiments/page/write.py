@@ -12,7 +12,7 @@ from sosp.experiments.definition import Experiment
 from sosp.experiments.page.compose import RULE, claims, is_refuted, page
 from sosp.experiments.page.figures import Figure, draw
 from sosp.experiments.page.findings import findings
-from sosp.experiments.page.rows import orphans, rows
+from sosp.experiments.page.rows import orphans, rows, shortened
 from sosp.experiments.page.words import table
 from sosp.experiments.runner import state
 from sosp.runs import write_text
@@ -52,8 +52,10 @@ def index(experiments: Sequence[Experiment], results: Path) -> str:
         found = state(experiment, results)
         counts = [found.count(how) for how in ("done", "refused", "failed")]
         link = f"[{experiment.name}]({experiment.name}.md)"
-        lines.append([link, experiment.title, *map(str, (len(experiment.cells), *counts, found.missing))])
-    heads = ("experiment", "", "cells", "done", "refused", "failed", "missing")
+        short = ", ".join(f"{state(v, results).count('done')} in {e} epochs" for e, v in shortened(experiment, results))
+        figures = (len(experiment.cells), *counts, found.missing)
+        lines.append([link, experiment.title, *map(str, figures), short or "–"])
+    heads = ("experiment", "", "cells", "done", "refused", "failed", "missing", "shortened, done")
     text = ["# Results", "", ABOUT, "", *table(heads, lines, left=2), "", *_refuted(experiments, results)]
     return "\n".join(text).rstrip() + "\n"
 
