@@ -16,7 +16,7 @@ from sosp.runs import read_record
 
 COMMAND = """<!-- not run: needs CIFAR-10 and weights -->
 ```sh
-sosp compare sosp:{model} --weights {model}.safetensors --data {data} --data-dir datasets --seeds {seeds}
+sosp compare sosp:{model} --weights {model}.safetensors --data {data} --data-dir datasets --seeds {seeds} --statistics {statistics}
 ```"""
 READ = """Scoring data is training data, which the network knows: few examples have a gradient left, and methods that
 look at gradients vary with the draw. Every method removes the same number of structures, not of parameters: see the
@@ -62,7 +62,7 @@ def _head(run: Path, cells: tuple[Cell, ...]) -> str:
         f"Test accuracy in percent by share of the structures removed, mean ± standard deviation over {seeds} draws of "
         f"1,000 examples to score with, batch norm statistics from {how.statistics:,} training images. "
         f"Gates sit after the norm. Measured on {record.origin['hardware']} with torch {record.origin['torch']} by:\n\n"
-        f"{COMMAND.format(model=model, data=data, seeds=seeds)}\n\n{READ}"
+        f"{COMMAND.format(model=model, data=data, seeds=seeds, statistics=how.statistics)}\n\n{READ}"
     )
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import sosp
 from commands import call, refusal
 from sosp.comparison import Cell, Plan, compare, summaries
+from sosp.comparison.folding import folded
 from sosp.errors import ArgumentError, StructureError
 
 METHODS = ("sosp-h", "random", "slimming", "group-fisher")
@@ -236,3 +237,45 @@ def test_all_that_need_no_training_are_compared_by_default(tmp_path: Path) -> No
     named = json.loads(call(*words).stdout.splitlines()[-1])["compare"]["methods"]
     learned = {"variational", "gal", "amc", "exact"}
     assert set(sosp.METHODS) - set(named) == learned
+
+
+# --- folded norms ---------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """A convolution whose output is read by its norm and by another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.other = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        return (self.norm(x) + self.other(x)).mean((2, 3))
+
+
+def settled(model: nn.Module) -> nn.Module:
+    """With statistics that matter."""
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            for x, mean in ((m.weight, 1.0), (m.bias, 0.3), (m.running_mean, 0.5)):
+                nn.init.normal_(x, mean, 0.2)
+            nn.init.uniform_(m.running_var, 0.5, 2.0)
+    return model.eval()
+
+
+def test_folded_norms_leave_the_function_as_it_is() -> None:
+    model = settled(sosp.nets.make("digits_resnet"))
+    x = torch.randn(16, 1, 8, 8)
+    found = folded(model, x)
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in found.modules())
+    assert any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
+    torch.testing.assert_close(found(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_norm_that_cannot_be_folded_stays() -> None:
+    model, x = settled(Branching()), torch.randn(4, 1, 8, 8)
+    assert folded(model, x) is model
+    shared = settled(nn.Sequential(nn.Conv2d(1, 1, 3), norm := nn.BatchNorm2d(1), nn.Conv2d(1, 1, 3), norm))
+    found = folded(shared, x)
+    torch.testing.assert_close(found(x), shared(x), rtol=1e-4, atol=1e-5)
