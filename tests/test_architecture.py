@@ -48,19 +48,21 @@ ALLOWED = {
     "room": "layers preserve recipe flow verify",
     "checkpoint": "errors archive records layers scatter recipe preserve gates mask greedy",
     "surgery": "errors recipe flow mask cost verify checkpoint",
+    "repair": "errors progress records layers scatter recipe preserve batches losses flow mask checkpoint",
     "eigendamage": "errors ranks records recipe batches losses structures passes preserve kfac criteria cost verify "
     "checkpoint",
     "widening": "errors recipe flow structures verify surgery",
     "bottlenecks": "errors records flow mask cost greedy checkpoint widening",
     "latency": "errors batches preserve",
-    "prune": "records batches losses flow structures criteria mask cost selection surgery checkpoint",
+    "prune": "errors records batches losses flow structures criteria mask cost selection surgery repair checkpoint",
     "nets": "errors",
     "usercode": "errors",
     "data": "errors progress usercode",
     "training": "errors ranks archive batches losses preserve progress data room",
     "learned": "errors progress ranks records layers preserve batches losses structures gates mask cost criteria data "
     "training",
-    "comparison": "errors ranks records flow criteria mask cost selection structures surgery eigendamage data training",
+    "comparison": "errors ranks records batches recipe flow criteria mask cost selection structures surgery repair "
+    "eigendamage data training",
     "expansion": "errors ranks records layers preserve wiring flow mask cost selection checkpoint surgery widening "
     "bottlenecks prune nets data training comparison",
     "models": "errors archive checkpoint nets usercode",
@@ -68,12 +70,13 @@ ALLOWED = {
     "config": "errors comparison expansion records structures criteria selection surgery nets training options",
     "runs": "errors config",
     "pipeline": "errors greedy prune ranks comparison bottlenecks expansion nets batches losses records flow "
-    "structures criteria mask cost selection surgery latency checkpoint data training learned models config runs",
+    "structures criteria mask cost selection surgery repair latency checkpoint data training learned models config "
+    "runs",
     "report": "errors checkpoint comparison models config runs training",
     "experiments": "errors records flow criteria mask cost selection structures surgery eigendamage checkpoint nets "
     "data training learned comparison expansion models runs pipeline",
-    "sosp": "errors records flow structures passes criteria mask cost selection surgery widening latency checkpoint "
-    "bottlenecks expansion prune eigendamage nets data training learned comparison experiments",
+    "sosp": "errors records flow structures passes criteria mask cost selection surgery repair widening latency "
+    "checkpoint bottlenecks expansion prune eigendamage nets data training learned comparison experiments",
     "demo": "errors sosp runs",
     "cli": "errors progress ranks mask cost checkpoint training sosp models options config runs pipeline report "
     "experiments demo",
@@ -88,6 +91,7 @@ PUBLIC = [
     *("select", "Mask", "masked"),
     *("eigendamage", "Eigendamaged"),
     *("shrink", "widen", "count", "Cost", "latency", "Latency"),
+    *("repair", "Repaired"),
     *("compare",),
     *("bottlenecks", "Bottlenecks", "expand"),
     *("train", "Trained", "Schedule", "SCHEDULES", "Speed", "evaluate", "Accuracy", "recalibrate"),

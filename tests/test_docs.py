@@ -22,7 +22,6 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUNNING = [b for b in BLOCKS if b.language in RUN and "file" not in b.notes]
 LEFT_OUT = [b for b in RUNNING if b.skipped]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-PENDING = ("repair.md",)  # in the menu already, written elsewhere
 NOTEBOOK = ROOT / "examples" / "story.ipynb"
 REFERENCE = "".join((ROOT / page).read_text() for page in PAGES if page.startswith("docs/reference/"))
 
@@ -98,7 +97,7 @@ def test_the_menu_holds_every_page_and_nothing_else() -> None:
     menu = re.findall(r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     inside = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
     assert [page for page in inside if page not in menu and not page.startswith("results/")] == []
-    assert [page for page in menu if page not in inside and page not in PENDING] == []
+    assert [page for page in menu if page not in inside] == []
     assert len(menu) == len(set(menu))
 
 

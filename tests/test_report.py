@@ -201,6 +201,16 @@ def test_unfinished(facts: Facts) -> None:
     assert "<code>sosp run runs/mine</code>" in found
 
 
+def test_a_repair_tells_what_it_changed_and_what_it_left(facts: Facts) -> None:
+    layers = [{"layer": "conv1", "before": 0.5, "after": 0.125}, {"layer": "tied", "why": "it is called several times"}]
+    more = {"agreement_before": 0.25, "agreement_after": 0.875, "examples": 2000, "seconds": 3.21}
+    found = page([replace(facts, results={"prune": {**facts.results["prune"], "repair": {"layers": layers, **more}}})])
+    assert "25.0% were the whole network&#39;s before and 87.5% are after. It took 2,000 inputs and 3.2 s." in found
+    assert "conv1: 0.5 before, 0.125 after" in found
+    assert "tied: " not in found
+    assert "it is called several times" in found
+
+
 def test_several_runs(facts: Facts) -> None:
     some = replace(facts, saliency=None, epochs={}, course=None, summaries=(), bottlenecks=None)
     found = page([some, replace(some, folder=Path("runs/other"))])

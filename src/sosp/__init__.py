@@ -24,6 +24,7 @@ from sosp.mask import Mask, masked
 from sosp.passes import SlowPathWarning
 from sosp.prune import Pruned, prune
 from sosp.records import Layer, Saliency, Structures
+from sosp.repair import Repaired, repair
 from sosp.selection import select
 from sosp.structures import downsampling, find_structures
 from sosp.surgery import shrink
@@ -40,6 +41,7 @@ __all__ = [
     "select", "Mask", "masked",
     "eigendamage", "Eigendamaged",
     "shrink", "widen", "count", "Cost", "latency", "Latency",
+    "repair", "Repaired",
     "compare",
     "bottlenecks", "Bottlenecks", "expand",
     "train", "Trained", "Schedule", "SCHEDULES", "Speed", "evaluate", "Accuracy", "recalibrate",

@@ -107,6 +107,7 @@ class Training:
     channels_last: bool | None = option(FLAG, "Memory layout.", shown="on a GPU")
     graph: bool | None = option(FLAG, "Steps as CUDA graphs.", shown="on a GPU")
     compile: bool = option(FLAG, "Compile the network (torch.compile).", False)
+    room: bool | None = option(FLAG, "Train pruned layers at widths that kernels like.", shown="on a GPU")
     save_every: float = option(NUMBER, "Seconds between checkpoints within an epoch.", 600.0, low=0)
 
     def plan(self) -> Schedule:
@@ -118,7 +119,7 @@ class Training:
 
     @property
     def speed(self) -> Speed:
-        return Speed(self.precision, self.channels_last, self.graph, self.compile)
+        return Speed(self.precision, self.channels_last, self.graph, self.compile, self.room)
 
     def check(self) -> None:
         """Refuse what only the schedule would refuse, whichever it is."""
@@ -154,6 +155,8 @@ class Pruning:
     join: str = option(TEXT, "How branches of other widths meet.", "scatter", choices=JOINS)
     round_to: int = option(WHOLE, "Keep widths at multiples of this.", 1, low=1)
     recalibrate: bool = option(FLAG, "Estimate batch norm statistics anew, on 2000 images.", False)
+    repair: bool = option(FLAG, "Refit what is left to the whole network, on 5000 images, without labels.", False)
+    rounds: int = option(WHOLE, "With --repair: cut, repair and score anew, so many times.", 1, low=1)
     curve: bool = option(FLAG, "Measure the loss as structures go, on 256 images, for the report.", True)
 
     def __post_init__(self) -> None:
@@ -163,6 +166,10 @@ class Pruning:
         if self.samples is not None and not METHODS[self.method].samples:
             those = ", ".join(repr(name) for name, m in METHODS.items() if m.samples)
             raise ArgumentError(f"samples is for {those}, not for {self.method!r}.")
+        if self.rounds > 1 and (not self.repair or self.ratios):
+            raise ArgumentError(
+                "rounds is for repair, and for a budget of the whole network: not without, nor for ratios."
+            )
 
     @property
     def budget(self) -> dict[str, float]:
@@ -187,7 +194,8 @@ class Comparing:
     )
     ratios: tuple[float, ...] = option(RATIOS, "Shares of the structures to remove.", (0.1, 0.3, 0.5, 0.7))
     seeds: int = option(WHOLE, "How often, each time with other examples to score with.", 1, low=1)
-    statistics: int = option(WHOLE, "Images for the batch norm statistics after a cut.", 5000, low=1)
+    statistics: int = option(WHOLE, "Images for the batch norm statistics after a cut.", 2000, low=1)
+    repair: bool = option(FLAG, "Also repair every cut network, with as many images.", False)
 
     def __post_init__(self) -> None:
         Plan(self.methods or tuple(METHODS), self.ratios, self.seeds)  # which refuses what makes no sense

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,16 @@ from sosp.batches import peek
 from sosp.checkpoint import save
 from sosp.cost import Cost, whole_cost
 from sosp.criteria import score
+from sosp.errors import ArgumentError, whole_number
 from sosp.flow import trace
 from sosp.flow.layout import Style
 from sosp.losses import LossLike
 from sosp.mask import Mask
 from sosp.records import Saliency
+from sosp.repair import Repaired, absent
+from sosp.repair import repair as repair_network
 from sosp.selection import select
-from sosp.structures import Exclude, find_structures
+from sosp.structures import Exclude, excluded_names, find_structures
 from sosp.surgery import shrink_along
 
 
@@ -32,6 +35,7 @@ class Pruned:
     saliency: Saliency
     cost_before: Cost
     cost_after: Cost
+    repaired: Repaired | None = None
 
     def __str__(self) -> str:
         before, after = self.cost_before, self.cost_after
@@ -40,6 +44,7 @@ class Pruned:
                 f"{self.saliency.method}: {self.mask.chosen:,} of {self.mask.structures:,} structures removed",
                 f"parameters  {before.params:>15,} -> {after.params:>15,}  ({after.params / before.params:.1%} left)",
                 f"MACs        {before.macs:>15,} -> {after.macs:>15,}  ({after.macs / max(before.macs, 1):.1%} left)",
+                *([] if self.repaired is None else [self.repaired.summary]),
             ]
         )
 
@@ -60,6 +65,8 @@ def prune(
     groups: str = "independent",
     exclude: Exclude = (),
     examples: int | None = 1000,
+    repair: bool = False,
+    rounds: int = 1,
 ) -> Pruned:
     """Score, select and shrink: the network without what it needs least, ready to be fine-tuned.
 
@@ -67,11 +74,67 @@ def prune(
     at most ``params`` of the parameters or ``macs`` of the multiply-accumulates are left (a share, or a number).
     ``groups="coupled"`` removes channels of whole streams: fewer choices, faster to run. For everything else take the
     steps one by one: ``find_structures``, ``score``, ``select``, ``shrink``. The model itself is left as it was.
+
+    ``repair=True`` refits what is left to what the whole network computes, see ``sosp.repair``: most of the accuracy
+    back without labels and without training. With ``rounds`` it is cut and repaired bit by bit, and scored anew each
+    time: the more is removed, the more that helps.
     """
+    whole_number("rounds", rounds)
     example, data = peek(data)
-    structures = find_structures(model, example, groups=groups, exclude=exclude)
-    saliency = score(model, data, method=method, loss=loss, structures=structures, examples=examples)
-    return cut(model, saliency, example, {"ratio": ratio, "params": params, "macs": macs})
+    data = list(data) if repair and isinstance(data, Iterator) else data  # it is read more than once then
+    keep = excluded_names(model, exclude, parameters=False)
+
+    def scored(network: nn.Module) -> Saliency:
+        left = [name for name in keep if name in dict(network.named_modules())]
+        structures = find_structures(network, example, groups=groups, exclude=left)
+        return score(network, data, method=method, loss=loss, structures=structures, examples=examples)
+
+    budget = {"ratio": ratio, "params": params, "macs": macs}
+    if repair:
+        return repaired_cut(model, data, example, budget, scored, rounds)
+    if rounds > 1:
+        raise ArgumentError(f"rounds={rounds} is for repair=True: between two cuts the network is repaired.")
+    return cut(model, scored(model), example, budget)
+
+
+def repaired_cut(
+    model: nn.Module,
+    data: Any,
+    example: Any,
+    choice: Mapping[str, Any],
+    scored: Callable[[nn.Module], Saliency],
+    rounds: int,
+    style: Style | None = None,
+) -> Pruned:
+    """Cut and repair, in rounds: all but the first score and cut what the one before has left."""
+    network, first = model, scored(model)
+    saliency = first
+    for k in range(1, rounds):
+        found = cut(network, saliency, example, _so_far(choice, k / rounds, first, saliency))
+        network = repair_network(found.model, model, data).model
+        saliency = scored(network)
+    last = _so_far(choice, 1.0, first, saliency)
+    found = cut(network, saliency, example, last, style)
+    fixed = repair_network(found.model, model, data)
+    # Of a network that computes zeros for what is gone, the plain one tells what that is.
+    plain = found if style is None else cut(network, saliency, example, last)
+    mask = found.mask if network is model else absent(plain.model, model, first.structures)
+    flow = first.structures.flow or trace(model, example)
+    return Pruned(fixed.model, mask, first, whole_cost(flow), found.cost_after, fixed)
+
+
+def _so_far(choice: Mapping[str, Any], share: float, first: Saliency, now: Saliency) -> dict[str, Any]:
+    """The budget of a round, when a ``share`` of the rounds will be done: every round takes as large a share."""
+    if share == 1 and first is now:
+        return dict(choice)
+    for name in ("params", "macs"):
+        if choice.get(name) is not None and first.structures.flow is not None:
+            whole = getattr(whole_cost(first.structures.flow), name)
+            wanted = choice[name] / whole if choice[name] > 1 else choice[name]
+            return {**choice, name: max(2, round(whole * wanted**share))}
+    ratio = 0.5 if choice.get("ratio") is None else choice["ratio"]
+    left = len(first.structures) * (1 - ratio) ** share
+    return {**choice, "ratio": max(0.0, 1 - left / len(now.structures))}
 
 
 def cut(

@@ -63,8 +63,9 @@ def _cell(facts: Facts) -> str:
     start = f"{facts['method']} {facts['ratio']:g}, seed {facts['seed']}:"
     if facts["refusal"]:
         return f"{start} {facts['refusal']}"
-    tuned = "" if facts["tuned"] is None else f", {share(facts['tuned'])} fine-tuned"
-    return f"{start} {share(facts['masked'])} cut, {share(facts['recalibrated'])} recalibrated{tuned}"
+    more = {"repaired": "repaired", "tuned": "fine-tuned"}
+    known = "".join(f", {share(facts[key])} {word}" for key, word in more.items() if facts.get(key) is not None)
+    return f"{start} {share(facts['masked'])} cut, {share(facts['recalibrated'])} recalibrated{known}"
 
 
 def _point(facts: Facts) -> str:
@@ -107,9 +108,16 @@ def results_table(results: Mapping[str, Facts]) -> Table:
     return table
 
 
+COMPARED = {
+    "tuned": "accuracy, fine-tuned",
+    "repaired": "accuracy, repaired, not fine-tuned",
+    "recalibrated": "accuracy, recalibrated, not fine-tuned",
+}
+
+
 def comparison_table(found: list[Facts]) -> Table:
-    """A row per method, a column per ratio: the accuracy after fine-tuning, or with new batch norm statistics."""
-    what = "tuned" if any("tuned" in s["means"] for s in found) else "recalibrated"
+    """A row per method, a column per ratio: the accuracy fine-tuned, or repaired, or with new batch norm statistics."""
+    what = next(name for name in COMPARED if name == "recalibrated" or any(name in s["means"] for s in found))
     ratios = list(dict.fromkeys(s["ratio"] for s in found))
     table = columns("method", "scoring", *(f"{ratio:g}" for ratio in ratios))
     for method in dict.fromkeys(s["method"] for s in found):
@@ -117,7 +125,7 @@ def comparison_table(found: list[Facts]) -> Table:
         times = [s["means"]["seconds"] for s in row.values() if "seconds" in s["means"]]
         cells = [_mean(row[ratio], what) for ratio in ratios]
         table.add_row(method, f"{times[0]:.2f} s" if times else "", *cells)
-    table.title = {"tuned": "accuracy, fine-tuned", "recalibrated": "accuracy, recalibrated, not fine-tuned"}[what]
+    table.title = COMPARED[what]
     return table
 
 

@@ -23,10 +23,11 @@ class Plan:
     seeds: int = 1  # each draws other examples to score with
     seed: int = 0  # the first of them
     examples: int = 1000
-    recalibrate: int = 5000  # images for the batch norm statistics after the cut
+    recalibrate: int = 2000  # images for the batch norm statistics after the cut
     gate: str = "features"
     groups: str = "independent"  # methods that need coupled channels get them
     exclude: Exclude = ()
+    repair: bool = False  # every network, with as many images
 
     def __post_init__(self) -> None:
         if not self.methods or not self.ratios:
@@ -67,6 +68,7 @@ class Cell:
     macs_alternative: int = 0
     masked: float | None = None  # nothing but the cut
     recalibrated: float | None = None  # batch norm statistics anew
+    repaired: float | None = None  # every layer refitted, where that was asked for
     tuned: float | None = None  # after fine-tuning
     best: float | None = None  # the best of its epochs
     seconds: float = 0.0  # to score, once for all ratios
@@ -75,6 +77,9 @@ class Cell:
     @property
     def key(self) -> tuple[str, float, int]:
         return self.method, self.ratio, self.seed
+
+
+LATER = frozenset({"repaired"})  # older files do without
 
 
 class Cells:
@@ -103,5 +108,5 @@ def _read(path: Path) -> Iterator[Cell]:
             found = json.loads(line)
         except ValueError:
             continue  # the last one, of a process that was killed
-        if isinstance(found, dict) and found.keys() == names:
+        if isinstance(found, dict) and names - LATER <= found.keys() <= names:
             yield Cell(**found)

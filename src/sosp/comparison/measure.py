@@ -12,9 +12,12 @@ from torch import nn
 from sosp import ranks
 from sosp.comparison.cells import Cell, Cells, Plan
 from sosp.comparison.cutting import Cutter, cutter
+from sosp.comparison.folding import folded
 from sosp.comparison.work import Work, prepared
+from sosp.criteria import METHODS
 from sosp.data import Dataset
 from sosp.errors import DisconnectedError
+from sosp.repair import repair
 from sosp.training import Schedule, Speed, evaluate, recalibrate, train
 
 TOGETHER = 8  # networks that are fine-tuned side by side
@@ -34,7 +37,8 @@ def compare(
     on_cell: OnCell | None = None,
 ) -> tuple[Cell, ...]:
     """A cell for every method, ratio and seed of the plan: accuracy after the cut alone, with batch norm statistics
-    taken anew, and, with a ``schedule``, after fine-tuning; parameters and MACs; seconds to score.
+    taken anew, repaired where the plan says so, and, with a ``schedule``, after fine-tuning; parameters and MACs;
+    seconds to score.
 
     With ``folder`` every cell that is done is kept there and not measured again. ``on_cell`` is told of each one that
     is new. The model is left as it was.
@@ -58,9 +62,10 @@ def compare(
 def _cut(work: Work, cuts: Cutter, cells: Cells, on_cell: OnCell | None) -> None:
     """The cells of a method and a seed that are not there yet, before any training."""
     for ratio in work.plan.ratios:
-        if (cuts.method, ratio, cuts.seed) not in cells.known:
+        known = cells.known.get((cuts.method, ratio, cuts.seed))
+        if known is None or (work.plan.repair and known.repaired is None and _repairable(known)):
             cell = _measured(work, cuts, ratio)
-            cells.keep(cell)
+            cells.keep(cell if known is None else replace(known, repaired=cell.repaired))
             if on_cell is not None:
                 on_cell(cell)
 
@@ -80,10 +85,25 @@ def _measured(work: Work, cuts: Cutter, ratio: float) -> Cell:
         macs=cut.exact.macs,
         params_alternative=cut.other.params,
         macs_alternative=cut.other.macs,
-        masked=evaluate(cut.quick, work.data.test).top1,
-        recalibrated=evaluate(again, work.data.test).top1,
+        masked=_accuracy(work, cut.quick),
+        recalibrated=_accuracy(work, again),
+        repaired=_repaired(work, cut.model, cuts.seed) if work.plan.repair and _repairable(blank) else None,
         seconds=cut.seconds,
     )
+
+
+def _accuracy(work: Work, model: nn.Module) -> float:
+    return evaluate(folded(model, work.example), work.data.test).top1
+
+
+def _repairable(cell: Cell) -> bool:
+    """Its layers are those of the original, with fewer channels."""
+    return not cell.refusal and "rotation" not in METHODS[cell.method].needs
+
+
+def _repaired(work: Work, small: nn.Module, seed: int) -> float:
+    fixed = repair(small, work.model, work.data.train, examples=work.plan.recalibrate, seed=seed)
+    return _accuracy(work, fixed.model)
 
 
 def _tune(

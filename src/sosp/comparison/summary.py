@@ -24,6 +24,7 @@ class Summary:
 FIGURES = (
     "masked",
     "recalibrated",
+    "repaired",
     "tuned",
     "best",
     "params",

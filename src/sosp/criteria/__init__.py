@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sosp import ranks
 from sosp.batches import Chunk, read, share
-from sosp.criteria import ccp, fisher, fpgm, hrank, learned, magnitude, obd, slimming, snip, sosp, taylor
+from sosp.criteria import ccp, fisher, fpgm, hrank, learned, magnitude, obd, slimming, snip, sosp, surgeon, taylor
 from sosp.criteria.method import Method, Values, refuse_unsuited
 from sosp.criteria.options import Options
 from sosp.errors import ArgumentError, DataError, one_of
@@ -68,6 +68,13 @@ METHODS: dict[str, Method] = {
     "obd-diagonal": Method(obd.obd_diagonal, "Fisher of a filter's weights, one by one", WANG, samples=True),
     "eigendamage": Method(
         learned.learned, "directions of a layer's Kronecker factors (sosp.eigendamage)", WANG, FILTERS, ("rotation",)
+    ),
+    "sosp-obs": Method(
+        surgeon.sosp_obs,
+        "Gauss-Newton pairs, once all that stays has made up for a removal",
+        "Hassibi and Stork, Second order derivatives for network pruning: Optimal Brain Surgeon, NeurIPS 1992; "
+        "with the pairs of SOSP-I",
+        samples=True,
     ),
     "fpgm": Method(
         fpgm.fpgm,

@@ -41,6 +41,7 @@ def plan_of(job: Job) -> Plan:
         gate=how.gate,
         groups=how.groups,
         exclude=keep,
+        repair=section.repair,
     )
     return plan if section.methods is not None else _all(job, plan)
 

@@ -26,7 +26,9 @@ from sosp.pipeline.comparing import run_comparison
 from sosp.pipeline.details import details, narrow_places
 from sosp.pipeline.expanding import run_expansion
 from sosp.pipeline.job import Job, mask_of, structures_for, teacher_for
-from sosp.prune import Pruned, cut
+from sosp.prune import Pruned, cut, repaired_cut
+from sosp.records import Saliency
+from sosp.repair import Repaired
 from sosp.runs import DETAILS, SALIENCY, Run, write_json
 from sosp.training import Epoch, Moment, evaluate, recalibrate, train
 
@@ -113,6 +115,7 @@ def run_pruning(stage: str, job: Job, stand: Stand, run: Run, watch: Watcher) ->
         write_json(run.folder / DETAILS, {**inside, "bottlenecks": narrow})
     _keep(run, stage, small, found.mask)
     return {
+        **({} if found.repaired is None else {"repair": errors_of(found.repaired)}),
         "method": section.method,
         "structures": found.mask.structures,
         "removed": found.mask.chosen,
@@ -124,21 +127,36 @@ def run_pruning(stage: str, job: Job, stand: Stand, run: Run, watch: Watcher) ->
 
 def pruned(job: Job, model: nn.Module, section: Pruning) -> tuple[Pruned, float]:
     """The smaller network, by what the section says, and the seconds that scoring took."""
-    structures = structures_for(job, model)
-    examples = scored_with(job, section)
-    started = time.perf_counter()
-    saliency = score(
-        settled(model, job.dataset.train, job.config.run.seed),
-        examples.ordered(batch=BATCH),
-        method=section.method,
-        structures=structures,
-        examples=len(examples),
-        generator=torch.Generator().manual_seed(job.config.run.seed),
-        objective=section.objective,
-        classes=section.samples,
-    )
-    scoring = time.perf_counter() - started
-    return cut(model, saliency, job.example, section.choice, Style(section.join, section.round_to)), scoring
+    examples, style = scored_with(job, section), Style(section.join, section.round_to)
+    times: list[float] = []
+
+    def scored(network: nn.Module) -> Saliency:
+        structures = structures_for(job, network)
+        started = time.perf_counter()
+        saliency = score(
+            settled(network, job.dataset.train, job.config.run.seed),
+            examples.ordered(batch=BATCH),
+            method=section.method,
+            structures=structures,
+            examples=len(examples),
+            generator=torch.Generator().manual_seed(job.config.run.seed),
+            objective=section.objective,
+            classes=section.samples,
+        )
+        times.append(time.perf_counter() - started)
+        return saliency
+
+    if section.repair:
+        found = repaired_cut(model, job.dataset.train, job.example, section.choice, scored, section.rounds, style)
+    else:
+        found = cut(model, scored(model), job.example, section.choice, style)
+    return found, sum(times)
+
+
+def errors_of(repaired: Repaired) -> dict[str, Any]:
+    """What a repair did, for the report."""
+    names = ("agreement_before", "agreement_after", "examples", "seconds")
+    return {"layers": [asdict(x) for x in repaired.layers], **{name: getattr(repaired, name) for name in names}}
 
 
 def scored_with(job: Job, section: Pruning) -> Source:

@@ -8,20 +8,30 @@ from typing import Any
 from sosp.report.axis import label_layers, width_for
 from sosp.report.facts import Facts
 from sosp.report.look import BLUE, LINE, VERMILLION, Plot, blank
-from sosp.report.section import Section, Table, figure
+from sosp.report.section import Cell, Section, Table, figure, many
 
-Errors = Sequence[Mapping[str, Any]]  # of each layer: layer, before, after
+Errors = Sequence[Mapping[str, Any]]  # of each layer: layer, before, after; and why, where it was left as it is
 
 
 def section(facts: Facts) -> Section | None:
-    found: Errors = (facts.results.get("prune", {}).get("repair") or {}).get("layers") or ()
+    repair: Mapping[str, Any] = facts.results.get("prune", {}).get("repair") or {}
+    found: Errors = repair.get("layers") or ()
     if not found:
         return None
-    words = (
-        "The weights that are left were fitted anew so that every layer gives again what it gave before, without "
-        "labels and without training. The error is what is missing of a layer's output, relative to that output.",
-    )
-    return Section("repair", "What the repair brought", words, (errors(found),), (table(found),))
+    words = [
+        "The weights that are left were fitted anew so that every layer gives again what the whole network gives in "
+        "its place, without labels and without training. The error is the share of that output's variance that is "
+        "missing, on inputs held out, with everything in front of the layer repaired.",
+    ]
+    if "agreement_after" in repair:
+        words.append(
+            f"Of the answers, {repair['agreement_before']:.1%} were the whole network's before and "
+            f"{repair['agreement_after']:.1%} are after. It took {many(repair['examples'], 'input')} and "
+            f"{repair['seconds']:.1f} s."
+        )
+    refitted = [x for x in found if not x.get("why")]
+    plots = (errors(refitted),) if refitted else ()
+    return Section("repair", "What the repair brought", tuple(words), plots, (table(found),))
 
 
 def errors(found: Errors) -> Plot:
@@ -45,5 +55,9 @@ def errors(found: Errors) -> Plot:
 
 
 def table(found: Errors) -> Table:
-    rows = tuple((str(x["layer"]), figure(float(x["before"])), figure(float(x["after"]))) for x in found)
-    return Table("Every layer's error", ("layer", "before", "after"), rows, folded=True)
+    return Table("Every layer's error", ("layer", "before", "after"), tuple(map(_row, found)), folded=True)
+
+
+def _row(x: Mapping[str, Any]) -> tuple[Cell, ...]:
+    name = str(x["layer"])
+    return (name, str(x["why"]), "") if x.get("why") else (name, figure(float(x["before"])), figure(float(x["after"])))

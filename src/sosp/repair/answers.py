@@ -1,0 +1,38 @@
+"""What a network answers on the inputs held out, beside what the original does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sosp.losses import logits_of
+from sosp.repair.inputs import Part
+from sosp.repair.measures import Measure
+
+
+def answers(model: nn.Module, parts: Sequence[Part]) -> Tensor:
+    """(R, C) the outputs for all inputs held out, one row for each answer (an input, a pixel, a token)."""
+    rows = []
+    for part in parts:
+        if part.held:
+            logits = logits_of(part.chunk.run(model))
+            axis = 1 if logits.dim() in (2, 4, 5) else logits.dim() - 1
+            rows.append(logits.movedim(axis, -1).reshape(-1, logits.shape[axis]))
+    return torch.cat(rows)
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """How like the original's answers some answers are."""
+
+    agreement: float  # share of those with the same largest output; of single numbers, share of their variance
+    error: float
+
+    @classmethod
+    def of(cls, ours: Tensor, theirs: Tensor, measure: Measure) -> Likeness:
+        error = float(measure.error(ours, theirs))
+        same = float((ours.argmax(1) == theirs.argmax(1)).double().mean()) if theirs.shape[1] > 1 else 1 - error
+        return cls(same, error)

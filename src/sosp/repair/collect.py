@@ -1,0 +1,234 @@
+"""Collect equations: what layers are given and what they are compared by, at positions drawn over all inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from sosp.errors import DataError
+from sosp.repair.inputs import Part
+from sosp.repair.layouts import Use, groups_of, matrix, take
+from sosp.repair.memory import Memory
+from sosp.repair.ridge import Rows, outputs_of
+from sosp.repair.through import Chain
+from sosp.repair.trails import Act, Point
+from sosp.repair.watch import Listener, Taking
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A layer to refit, and where it is compared in both networks."""
+
+    layer: str
+    number: int  # of the layer, in the order of the network
+    here: Point  # in the small network
+    there: Point  # in the original one
+    live: Tensor  # (C,) bool, the channels that can be refitted
+    origin: Tensor  # (C,) the channels of the original's layer that they are
+    density: float  # positions for each input
+    logits: bool  # it gives the outputs of the network
+    feed: Feed | None = None
+
+    @property
+    def needs(self) -> int:
+        """The last layer that has to be repaired before."""
+        return self.here.needs if self.feed is None else max(self.here.needs, self.feed.others)
+
+    @property
+    def values(self) -> float:
+        """Numbers of the original network that are held for each input."""
+        if self.feed is None:
+            return self.density * len(self.live)
+        return self.feed.density * (self.feed.taps * len(self.live) + len(self.feed.task.live))
+
+
+@dataclass(frozen=True, eq=False)
+class Feed:
+    """The one layer that reads what another one gives, through an activation."""
+
+    task: Task  # of the layer that reads
+    act: Act
+    use: Use  # of its weight
+    sizes: tuple[int, ...]  # of what it reads and of what it gives for an example, without channels
+    out: tuple[int, ...]
+    density: float  # positions of what it gives for each input
+    others: int  # the last layer, but the one that it reads, that it depends on
+
+    @property
+    def taps(self) -> int:
+        """Positions that it reads for one that it gives."""
+        return prod(self.use.kernel)
+
+
+class Positions:
+    """Which positions of a tensor are looked at: the same in both networks and in every pass."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.drawn: dict[tuple[int, int, int], Tensor] = {}
+
+    def of(self, part: Part, density: float, total: int, device: torch.device) -> Tensor:
+        count = max(1, round(density * part.chunk.size))
+        key = (part.number, total, count)
+        if key not in self.drawn:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + part.number)
+            drawn = torch.randint(total, (count,), generator=generator) if count < total else torch.arange(total)
+            self.drawn[key] = drawn.to(device)
+        return self.drawn[key]
+
+
+class Collector:
+    """Look at one network while it runs."""
+
+    def __init__(
+        self, model: nn.Module, parts: Sequence[Part], positions: Positions, memory: Memory | None = None
+    ) -> None:
+        self.model, self.parts, self.positions, self.memory = model, parts, positions, memory
+
+    def values(self, tasks: Sequence[Task], small: bool) -> dict[str, Seen]:
+        """Of every task, what is compared; in the small network, also what the layers are given."""
+        found = {task.layer: Seen([], [], [], []) for task in tasks}
+        listener = Listener(self.model)
+        with listener.hooked():
+            for part in self.parts:
+                with self._remembered(tasks[0].number, part, listener):
+                    listener.listen(self._wanted(tasks, part, found, small), part.chunk.run)
+        _check_finite(self.parts, tasks, found)
+        return found
+
+    def _remembered(self, layer: int, part: Part, listener: Listener) -> AbstractContextManager[None]:
+        return nullcontext() if self.memory is None else self.memory.used(layer, part.number, listener)
+
+    def _wanted(
+        self, tasks: Sequence[Task], part: Part, found: Mapping[str, Seen], small: bool
+    ) -> dict[str | int, list[Taking]]:
+        wanted: dict[str | int, list[Taking]] = {}
+        for task in tasks:
+            seen = found[task.layer]
+            self._look(wanted, task, seen.values, self._spots(task, part), small)
+            if small:
+                wanted.setdefault(task.layer, []).append(self._inputs(task, part, seen))
+            if task.feed is not None:
+                self._look(wanted, task.feed.task, seen.behind, self._drawn(task, part), small)
+        return wanted
+
+    def _look(
+        self, wanted: dict[str | int, list[Taking]], task: Task, found: list[Tensor], rows: Rule, small: bool
+    ) -> None:
+        point = task.here if small else task.there
+        places = point.trail.places if small else point.trail.places[task.origin]
+
+        def taking(used: Use | None, output: Tensor) -> None:
+            values = take(output, point.axis, places.clamp_min(0), rows(output, point.axis)[0])
+            found.append(values.masked_fill(~task.live, 0))
+
+        wanted.setdefault(point.module if point.sum is None else point.sum, []).append(taking)
+
+    def _inputs(self, task: Task, part: Part, found: Seen) -> Taking:
+        rule = self._spots(task, part)
+
+        def taking(used: Use | None, output: Tensor) -> None:
+            assert used is not None
+            rows, where = rule(output, task.here.axis)
+            found.inputs.append(used.inputs(output.shape, rows))
+            found.where.append(where)
+
+        return taking
+
+    def _spots(self, task: Task, part: Part) -> Rule:
+        """Where the layer is looked at: anywhere, or where the layer behind it reads."""
+        feed = task.feed
+        if feed is None:
+            return self._drawn(task, part)
+
+        def rule(output: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+            total = output.numel() // output.shape[axis] // prod(feed.sizes) * prod(feed.out)
+            read = feed.use.spots(feed.sizes, feed.out, self.positions.of(part, feed.density, total, output.device))
+            assert read is not None
+            where = (read.flatten() >= 0).nonzero().flatten()
+            return read.flatten()[where], where
+
+        return rule
+
+    def _drawn(self, task: Task, part: Part) -> Rule:
+        density = task.density if task.feed is None else task.feed.density
+
+        def rule(output: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+            total = output.numel() // output.shape[axis]
+            rows = self.positions.of(part, density, total, output.device)
+            return rows, rows
+
+        return rule
+
+
+Rule = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # output, axis of channels -> positions, places among those read
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """Of one layer, a tensor for every part."""
+
+    inputs: list[Tensor]  # (G, R, K)
+    values: list[Tensor]  # (R, C)
+    where: list[Tensor]  # (R,)
+    behind: list[Tensor]  # (R', C') of the layer that reads it
+
+    def rows(self, target: Seen, chosen: list[int]) -> Rows:
+        """Equations of some parts."""
+        now, wanted = (torch.cat([x.values[k] for k in chosen]) for x in (self, target))
+        return Rows(torch.cat([self.inputs[k] for k in chosen], 1), now, wanted)
+
+
+def _check_finite(parts: Sequence[Part], tasks: Sequence[Task], found: Mapping[str, Seen]) -> None:
+    """All at once: a GPU would wait for every single answer."""
+    named = [pair for task in tasks for pair in _named(task, found[task.layer])]
+    fine = [torch.isfinite(values[k]).all() for k in range(len(parts)) for _, values in named]
+    for number, good in enumerate(torch.stack(fine).tolist()):
+        if not good:
+            part, layer = parts[number // len(named)], named[number % len(named)][0]
+            raise DataError(
+                f"what {layer!r} is given or gives is not finite on {part.source}: nothing can be fitted to "
+                "that. Check those inputs, and the weights of both networks (diverged training?)."
+            )
+
+
+def _named(task: Task, seen: Seen) -> list[tuple[str, list[Tensor]]]:
+    """Whose values they are; the original's layers are not asked for their inputs."""
+    reader = task.layer if task.feed is None else task.feed.task.layer
+    every = [(task.layer, seen.inputs), (task.layer, seen.values), (reader, seen.behind)]
+    return [(layer, values) for layer, values in every if values]
+
+
+def equations(parts: Sequence[Part], now: Seen, target: Seen) -> tuple[Rows, Rows]:
+    """Those to fit to, and those held out."""
+    fitted, held = _sides(parts)
+    return now.rows(target, fitted), now.rows(target, held)
+
+
+def _sides(parts: Sequence[Part]) -> tuple[list[int], list[int]]:
+    fitted, held = ([k for k, part in enumerate(parts) if part.held == which] for which in (False, True))
+    return fitted, held
+
+
+def chains(model: nn.Module, feed: Feed, parts: Sequence[Part], now: Seen, target: Seen) -> tuple[Chain, Chain]:
+    """The same with the layer that reads it."""
+    fitted, held = (_chain(model, feed, now, target, chosen) for chosen in _sides(parts))
+    return fitted, held
+
+
+def _chain(model: nn.Module, feed: Feed, now: Seen, target: Seen, chosen: list[int]) -> Chain:
+    reader = model.get_submodule(feed.task.layer)
+    W, factor = matrix(reader), feed.task.here.trail.factor * feed.task.live
+    taps = feed.taps
+    sizes = [len(now.behind[k]) * taps for k in chosen]
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    where = torch.cat([now.where[k] + start for k, start in zip(chosen, starts, strict=True)])
+    behind, goal = (torch.cat([x.behind[k] for k in chosen]) for x in (now, target))
+    chain = Chain(now.rows(target, chosen), where, taps, groups_of(reader), feed.act, goal, behind, behind)
+    given = outputs_of(chain.inputs(feed.act(chain.first.now)), W.mT) * factor
+    return replace(chain, rest=behind - given)

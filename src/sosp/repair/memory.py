@@ -1,0 +1,123 @@
+"""Keep what blocks of a network gave: a pass need not compute again what is in front of the layers it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from sosp.layers import layer_type
+from sosp.repair.trails import Trails
+from sosp.repair.watch import Listener, known
+from sosp.scatter import scatter_output
+
+BYTES = 2**30  # kept at most
+
+Forward = Callable[..., Any]
+
+
+class Memory:
+    """Of every part of the inputs, the outputs of modules that ended before the layers that still change."""
+
+    def __init__(self, model: nn.Module, trails: Trails) -> None:
+        modules = dict(model.named_modules())
+        loud = [n for n, m in modules.items() if n in trails.keeping or _is_heard(m)]
+        quiet = {n: m for n, m in modules.items() if n in trails.spans and not any(_inside(name, n) for name in loud)}
+        pure = {n: m for n, m in quiet.items() }
+        self.spans, self.quiet = trails.spans, quiet
+        self.blocks = [n for n, m in pure.items() if n and _is_block(m)]
+        # What is written inside of a chain stays inside.
+        self.chains = [_links(n, m, quiet) for n, m in pure.items() if type(m) is nn.Sequential]
+        self.kept: dict[tuple[str, int], Tensor] = {}
+
+    @contextmanager
+    def used(self, layer: int, part: int, listener: Listener) -> Iterator[None]:
+        """For a pass over this part in which layers from that number on change."""
+        done = [n for n in self.blocks if self.spans[n].end <= layer]
+        done = [n for n in done if _parent(n) not in done]
+        passed = self._passed(part, done)
+        with ExitStack() as stack:
+            for name in passed:
+                stack.enter_context(_instead(self.quiet[name], self._silent(name, listener, None), hooks=False))
+            for name in [n for n in done if n not in passed]:
+                known = self.kept.get((name, part))
+                give = self._recorder(name, part) if known is None else self._silent(name, listener, known)
+                stack.enter_context(_instead(self.quiet[name], give, hooks=True))
+            yield
+        self._forget(part, done)
+
+    def _passed(self, part: int, done: Sequence[str]) -> set[str]:
+        """Modules of a chain in front of one that is kept."""
+        found: set[str] = set()
+        for chain in self.chains:
+            ends = [k for k, n in enumerate(chain) if n in done and (n, part) in self.kept]
+            found.update(chain[: ends[-1]] if ends else ())
+        return found
+
+    def _forget(self, part: int, done: Sequence[str]) -> None:
+        passed = self._passed(part, done)
+        for name in self.blocks:
+            if name not in done or name in passed:
+                self.kept.pop((name, part), None)
+
+    def _silent(self, name: str, listener: Listener, known: Tensor | None) -> Forward:
+        """Without computing anything."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            listener.sums += self.spans[name].sums
+            return args[0] if known is None else known.clone()  # of the former nobody sees what it is
+
+        return forward
+
+    def _recorder(self, name: str, part: int) -> Forward:
+        really = self.quiet[name].forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = really(*args, **kwargs)
+            used = sum(x.nbytes for x in self.kept.values())
+            if isinstance(output, Tensor) and used + output.nbytes <= BYTES:
+                self.kept[name, part] = output.clone()  # it may be written into
+            return output
+
+        return forward
+
+
+@contextmanager
+def _instead(module: nn.Module, forward: Forward, *, hooks: bool) -> Iterator[None]:
+    """Another forward, with the module's hooks (a scatter, which comes behind it) or without."""
+    own = module.__dict__
+    new = {"forward": forward, **({} if hooks else {"_forward_hooks": {}, "_forward_pre_hooks": {}})}
+    old = {key: own[key] for key in new if key in own}
+    own.update(new)
+    try:
+        yield
+    finally:
+        del own["forward"]
+        own.update(old)
+
+
+def _links(name: str, chain: nn.Sequential, quiet: dict[str, nn.Module]) -> list[str]:
+    """The modules of a chain, if all of them are called once."""
+    names = [f"{name}.{child}".lstrip(".") for child in chain._modules]
+    return names if all(n in quiet for n in names) else []
+
+
+def _is_heard(module: nn.Module) -> bool:
+    """Somebody is told when it runs."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(hook is not scatter_output for hook in hooks)
+
+
+def _is_block(module: nn.Module) -> bool:
+    return not known(module) and any(layer_type(m) is not None for m in module.modules())
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _inside(name: str, module: str) -> bool:
+    """Or the module itself."""
+    return not module or f"{name}.".startswith(f"{module}.")

@@ -1,0 +1,52 @@
+"""What a repair did: the network, and the error of every layer before and after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """How far a layer is from the original network at its place, on inputs that no layer was fitted to.
+
+    Errors are shares of the variance of what the original computes there, behind the activation that follows: 0 is the
+    original, 1 knows nothing of it. Both are measured with everything in front of the layer repaired already.
+    """
+
+    layer: str
+    before: float
+    after: float
+    ridge: float | None  # the regularisation that was chosen; None: the layer keeps its weights
+    unknowns: int  # for each output
+    rows: int  # equations they were fitted to
+    why: str = ""  # it was not refitted
+
+
+@dataclass(frozen=True, eq=False)
+class Repaired:
+    """A network whose layers were refitted, and what that changed."""
+
+    model: nn.Module
+    layers: tuple[LayerError, ...]  # in the order of the network; of the last sweep
+    agreement_before: float  # with the original network, on the inputs held out: the share of equal answers
+    agreement_after: float
+    examples: int  # inputs, those held out among them
+    seconds: float
+
+    @property
+    def summary(self) -> str:
+        """A line."""
+        refitted = sum(x.ridge is not None for x in self.layers)
+        return (
+            f"repaired: {refitted} of {len(self.layers)} layers refitted on {self.examples:,} inputs in "
+            f"{self.seconds:.1f} s; agreement with the original {self.agreement_before:.1%} -> "
+            f"{self.agreement_after:.1%}"
+        )
+
+    def __str__(self) -> str:
+        """A line per layer."""
+        width = max((len(x.layer) for x in self.layers), default=0)
+        errors = (f"  {x.layer:<{width}}  error {x.before:8.4f} -> {x.after:8.4f}  {x.why}" for x in self.layers)
+        return "\n".join([self.summary, *(line.rstrip() for line in errors)])

@@ -1,0 +1,144 @@
+"""Least squares, with the regularisation that errs least on rows held out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sosp.repair.measures import Measure
+
+# In units of the variance of an input.
+RIDGES = (1e-10, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+STEPS = 20  # at most, towards targets that depend on the outputs
+BLOCK = 8192  # rows that are multiplied at once, in the precision of the data; sums are in double
+CONSTANT = 1e-6  # an input that varies less than this, beside the others, is no input
+FACTORS = 2**26  # numbers of the matrices that are factorised side by side
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Equations: a layer's inputs, what comes of them now, and what should."""
+
+    X: Tensor  # (G, R, K), in groups
+    now: Tensor  # (R, C)
+    target: Tensor  # (R, C)
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """A change of a layer's weights, and its error on the rows held out."""
+
+    delta: Tensor  # (G, C/G, K)
+    shift: Tensor  # (C,)
+    ridge: float
+    after: float
+
+
+def fit(rows: Rows, held: Rows, measure: Measure, inputs: Standardised) -> Fit | None:
+    """The change of the weights that brings the outputs closest to their targets; None if it cannot be computed."""
+    search = Search(rows, held, measure, inputs)
+    best = search.over_ridges()
+    return best if best is None or measure.towards is None else search.towards(best, measure.towards)
+
+
+class Search:
+    """Try changes on the rows held out."""
+
+    def __init__(self, rows: Rows, held: Rows, measure: Measure, inputs: Standardised) -> None:
+        self.rows, self.held, self.measure, self.inputs = rows, held, measure, inputs
+        self.Z = inputs.of(held.X)
+
+    def over_ridges(self) -> Fit | None:
+        right, shift = self.inputs.right_side(self.rows.target - self.rows.now)
+        return self.best(self.inputs.solve(right, RIDGES), shift)
+
+    def towards(self, best: Fit, targets: Callable[[Tensor, Tensor], Tensor]) -> Fit:
+        """Move the targets along with the outputs, as long as that helps."""
+        new: Fit | None = best
+        for _ in range(STEPS):
+            assert new is not None
+            now = self.rows.now + outputs_of(self.rows.X, new.delta.mT) + new.shift
+            right, shift = self.inputs.right_side(targets(now, self.rows.target) - self.rows.now)
+            new = self.best(self.inputs.solve(right, [best.ridge]), shift)
+            if new is None or not new.after < best.after:
+                break
+            best = new
+        return best
+
+    def best(self, changes: Mapping[float, Tensor], shift: Tensor) -> Fit | None:
+        """Of changes with several regularisations."""
+        if not changes:
+            return None
+        errors = [self.error(change, shift) for change in changes.values()]
+        after, ridge = min(zip(torch.stack(errors).tolist(), changes, strict=True))
+        delta = changes[ridge] * self.inputs.scale.mT
+        return Fit(delta.mT, shift - outputs_of(self.inputs.mean, delta)[0], ridge, after)
+
+    def error(self, change: Tensor, shift: Tensor) -> Tensor:
+        return self.measure.error(self.held.now + outputs_of(self.Z, change) + shift, self.held.target)
+
+
+class Standardised:
+    """Inputs with mean 0 and variance 1, and the matrix of their normal equations, in double."""
+
+    def __init__(self, X: Tensor, intercept: bool) -> None:
+        _, R, K = X.shape
+        self.intercept = intercept
+        self.mean = X.mean(1, keepdim=True) if intercept else torch.zeros_like(X[:, :1])
+        spread = (X - self.mean).square().mean(1, keepdim=True).sqrt()
+        self.scale = torch.where(spread > CONSTANT * spread.amax(), 1 / spread, 0)
+        self.Z = self.of(X)
+        self.primal = R >= K  # a matrix of the unknowns; with fewer rows one of the rows is smaller
+        self.A = products(self.Z, self.Z) if self.primal else products(self.Z.mT, self.Z.mT) * (K / R)
+        self.factors: dict[float, Tensor | None] = {}
+
+    def of(self, X: Tensor) -> Tensor:
+        return (X - self.mean) * self.scale
+
+    def right_side(self, missing: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the normal equations, for (R, C) that the outputs lack; and the mean of that, (C,)."""
+        shift = missing.mean(0) if self.intercept else torch.zeros_like(missing[0])
+        E = in_groups(missing - shift, len(self.Z))
+        return products(self.Z, E) if self.primal else E.double() / E.shape[1], shift
+
+    def solve(self, right: Tensor, ridges: Sequence[float]) -> dict[float, Tensor]:
+        """(G, K, C/G) for each: ``(Z^T Z / R + ridge)^-1 Z^T E / R``, but where that matrix is singular."""
+        found: dict[float, Tensor] = {}
+        size = max(1, FACTORS // self.A.numel())
+        for some in (ridges[k : k + size] for k in range(0, len(ridges), size)):
+            regular = {ridge: factor for ridge in some if (factor := self._factor(ridge, some)) is not None}
+            if regular:
+                solved = torch.cholesky_solve(right, torch.stack(list(regular.values()))).to(self.Z.dtype)
+                found |= zip(regular, solved if self.primal else self.Z.mT @ solved, strict=True)
+        return found
+
+    def _factor(self, ridge: float, some: Sequence[float]) -> Tensor | None:
+        """Kept, with those computed beside it: targets that move are solved for again and again."""
+        if ridge not in self.factors:
+            eye = torch.eye(self.A.shape[-1], dtype=self.A.dtype, device=self.A.device)
+            factors, singular = torch.linalg.cholesky_ex(torch.stack([self.A + r * eye for r in some]))
+            wrong = singular.flatten(1).any(1).tolist()
+            self.factors = {r: None if bad else L for r, bad, L in zip(some, wrong, factors, strict=True)}
+        return self.factors[ridge]
+
+
+def in_groups(x: Tensor, G: int) -> Tensor:
+    """(G, R, C/G) from (R, C)."""
+    return x.reshape(len(x), G, -1).movedim(1, 0)
+
+
+def outputs_of(X: Tensor, weights: Tensor) -> Tensor:
+    """(R, C) from (G, R, K) and (G, K, C/G)."""
+    return (X @ weights).movedim(0, 1).flatten(1)
+
+
+def products(Z: Tensor, E: Tensor) -> Tensor:
+    """``1/R sum_r z_r e_r^T``, (G, K, C), in double."""
+    R = Z.shape[1]
+    total = torch.zeros(len(Z), Z.shape[2], E.shape[2], dtype=torch.float64, device=Z.device)
+    for k in range(0, R, BLOCK):
+        total += Z[:, k : k + BLOCK].mT @ E[:, k : k + BLOCK]
+    return total / R

@@ -1,0 +1,189 @@
+"""Fit a layer for the only one that reads it: what it feeds should come out right, not what it gives itself.
+
+Two layers and the activation between them, on rows in memory: for every choice of the first, the second is the solution
+of least squares (and will be, when its own turn comes). The first moves by Gauss-Newton steps, in which the curvature
+is that of the Kronecker factors: the inputs of the first layer, and the weights of the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sosp.repair.measures import Measure
+from sosp.repair.ridge import RIDGES, Fit, Rows, Standardised, in_groups, outputs_of
+from sosp.repair.trails import Act
+
+STEPS = 6  # at most
+DAMPING = 0.1  # of the second layer's weights
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Rows of both layers: the first one's stand where the second one reads."""
+
+    first: Rows  # (.., n, ..) of the n positions that are inside
+    where: Tensor  # (n,) their places among the R * T that the second layer reads
+    taps: int  # T
+    groups: int  # of the second layer
+    act: Act
+    target: Tensor  # (R, C2) where the second layer is compared
+    present: Tensor  # (R, C2) what is there now
+    rest: Tensor  # (R, C2) what is there without its weights
+
+    @property
+    def wanted(self) -> Tensor:
+        """(R, C2) what the second layer's weights should give."""
+        return self.target - self.rest
+
+    def inputs(self, hidden: Tensor) -> Tensor:
+        """(G, R, K) of the second layer, from (n, C) values it reads."""
+        full = hidden.new_zeros(len(self.target) * self.taps, hidden.shape[1])
+        full[self.where] = hidden
+        rows = full.view(len(self.target), self.taps, self.groups, -1)
+        return rows.permute(2, 0, 3, 1).flatten(2)
+
+    def back(self, missing: Tensor) -> Tensor:
+        """(n, C) from (G, R, K), the transpose of ``inputs``."""
+        G, R, _ = missing.shape
+        full = missing.view(G, R, -1, self.taps).permute(1, 3, 0, 2).reshape(R * self.taps, -1)
+        return full[self.where]
+
+
+@dataclass(frozen=True, eq=False)
+class Second:
+    """The second layer, fitted to what the first one gives."""
+
+    weights: Tensor  # (G, K, C2/G)
+    shift: Tensor  # (C2,)
+    ridge: float
+
+    def outputs(self, X: Tensor) -> Tensor:
+        return outputs_of(X, self.weights) + self.shift
+
+
+def seconds(X: Tensor, wanted: Tensor, ridges: Sequence[float]) -> list[Second]:
+    """One for each regularisation with which the equations can be solved; without any, a constant."""
+    inputs = Standardised(X, intercept=True)
+    right, shift = inputs.right_side(wanted)
+    found = []
+    for ridge, change in inputs.solve(right, ridges).items():
+        weights = change * inputs.scale.mT
+        found.append(Second(weights, shift - outputs_of(inputs.mean, weights)[0], ridge))
+    G, _, K = X.shape
+    return found or [Second(X.new_zeros(G, K, len(shift) // G), shift, ridges[-1])]
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """A step of the first layer."""
+
+    change: Tensor  # (G, K, C/G) of its weights, in standardised inputs
+    shift: Tensor  # (C,)
+    moved: Tensor  # (n, C) what that changes of what it gives
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """A choice of the first layer, and the second one that belongs to it."""
+
+    fit: Fit  # with the error on the rows held out
+    hidden: Tensor  # (n, C) what the first layer gives, before the activation
+    second: Second
+    last: Way | None = None  # that led here
+
+
+class Through:
+    """Move the first layer for the sake of the second."""
+
+    def __init__(self, fitted: Chain, held: Chain, measure: Measure, inputs: Standardised) -> None:
+        self.fitted, self.held, self.measure, self.inputs = fitted, held, measure, inputs
+
+    def best(self, own: Fit) -> Fit | None:
+        """From the layer as it is, or as it was fitted to its own targets, by steps; None if it is best as it is."""
+        none = replace(own, delta=torch.zeros_like(own.delta), shift=torch.zeros_like(own.shift))
+        still, fitted = (self.solved(fit, RIDGES) for fit in (none, own))
+        state = min(still, fitted, key=lambda s: s.fit.after)
+        for _ in range(STEPS):
+            new = self.step(state)
+            if not new.fit.after < state.fit.after:
+                break
+            state = new
+        return state.fit if state.fit.after < still.fit.after else None
+
+    def solved(self, fit: Fit, ridges: Sequence[float], hidden: Tensor | None = None) -> State:
+        """The second layer for a choice of the first, which gives ``hidden``."""
+        hidden = _given(self.fitted, fit) if hidden is None else hidden
+        given, tested = (c.inputs(c.act(h)) for c, h in ((self.fitted, hidden), (self.held, _given(self.held, fit))))
+        found = seconds(given, self.fitted.wanted, ridges)
+        each = [self.measure.error(s.outputs(tested) + self.held.rest, self.held.target) for s in found]
+        errors = torch.stack(each).tolist()
+        best = min(range(len(found)), key=errors.__getitem__)
+        return State(replace(fit, after=errors[best]), hidden, found[best])
+
+    def step(self, state: State) -> State:
+        """Along what the second layer misses and along the last step, as far as both together help it."""
+        chain, weights = self.fitted, state.second.weights
+        slope = _slope(chain.act, state.hidden)
+        missing = chain.wanted - state.second.outputs(chain.inputs(chain.act(state.hidden)))
+        wish = chain.back(in_groups(missing, chain.groups) @ weights.mT) * slope
+        right, shift = self.inputs.right_side(_unmixed(wish, weights, chain.taps))
+        change = self.inputs.solve(right, [state.fit.ridge])
+        if not change:
+            return state
+        (steep,) = change.values()
+        ways = [Way(steep, shift, outputs_of(self.inputs.Z, steep) + shift)]
+        ways += [] if state.last is None else [state.last]
+        # What small steps change behind the second layer, (R, C2).
+        effects = [outputs_of(chain.inputs(way.moved * slope), weights) for way in ways]
+        way = _together(ways, _projected(missing, effects))
+        found = self.solved(self._after(state.fit, way), [state.second.ridge], state.hidden + way.moved)
+        return replace(found, last=way)
+
+    def _after(self, fit: Fit, way: Way) -> Fit:
+        delta = way.change * self.inputs.scale.mT
+        shift = fit.shift + way.shift - outputs_of(self.inputs.mean, delta)[0]
+        return replace(fit, delta=fit.delta + delta.mT, shift=shift)
+
+
+def _given(chain: Chain, fit: Fit) -> Tensor:
+    """(n, C) what the first layer gives."""
+    return chain.first.now + outputs_of(chain.first.X, fit.delta.mT) + fit.shift
+
+
+def _together(ways: Sequence[Way], far: Sequence[float]) -> Way:
+    """So far each way."""
+    sums = (
+        sum(f * getattr(way, name) for f, way in zip(far, ways, strict=True)) for name in ("change", "shift", "moved")
+    )
+    return Way(*sums)
+
+
+def _projected(missing: Tensor, effects: list[Tensor]) -> list[float]:
+    """How far to go each way: least squares."""
+    E = torch.stack([e.flatten() for e in effects], 1).double()
+    A = E.T @ E
+    A = A + 1e-12 * A.diagonal().mean().clamp_min(1e-300) * torch.eye(len(A), dtype=A.dtype, device=A.device)
+    return torch.linalg.solve(A, E.T @ missing.flatten().double()).tolist()
+
+
+def _slope(act: Act, x: Tensor) -> Tensor:
+    """The derivative of an activation, element by element."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(act(x).sum(), x)
+    return slope
+
+
+def _unmixed(wish: Tensor, weights: Tensor, taps: int) -> Tensor:
+    """Divided by the curvature that the second layer's weights give its inputs, (c, c) in every group."""
+    G, K, _ = weights.shape
+    V = weights.reshape(G, K // taps, -1)
+    M = (V @ V.mT).double()
+    size = M.diagonal(dim1=1, dim2=2).mean().clamp_min(1e-300)
+    M = M + DAMPING * size * torch.eye(M.shape[1], dtype=M.dtype, device=M.device)
+    found = torch.linalg.solve(M, in_groups(wish, G).double().mT)  # (G, c, n)
+    return found.permute(2, 0, 1).flatten(1).to(wish.dtype)

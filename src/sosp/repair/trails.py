@@ -1,0 +1,276 @@
+"""Follow what every layer computes to the place where it can be compared with the original network.
+
+A layer can be compared wherever its output still stands as it was computed, up to a factor and a shift: behind its own
+norm, and behind an addition, where the sum is compared and not the layer alone. A layer that is fitted to a sum makes
+up for the errors of all that it is added to.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from sosp.flow.labels import SAME
+from sosp.flow.ops import DROPOUTS, name_of
+from sosp.layers import channel_axis, layer_type
+from sosp.repair.layouts import Use
+from sosp.repair.spans import Held, Span, versions
+from sosp.repair.watch import SUMS, Watch, known
+from sosp.scatter import Scatter
+
+PRODUCTS = frozenset({"mul", "__mul__", "__imul__", "__rmul__", "multiply"})
+Range = tuple[float, float]
+EVERYTHING: Range = (-inf, inf)
+Act = Callable[[Tensor], Tensor]
+# Ops that treat every element by itself.
+ACTIVATIONS = frozenset(
+    {
+        *("relu", "relu6", "hardtanh", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus"),
+        *("hardswish", "hardsigmoid", "sigmoid", "tanh"),
+    }
+)
+# Of them, those that let a range through as it is: op -> the range, from its arguments.
+CLIPS: dict[str, Callable[..., Range]] = {
+    "relu": lambda input, inplace=False: (0.0, inf),
+    "relu6": lambda input, inplace=False: (0.0, 6.0),
+    "hardtanh": lambda input, min_val=-1.0, max_val=1.0, inplace=False: (min_val, max_val),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Trail:
+    """A layer's channels in a tensor further on: multiplied by a factor, with something added that is not theirs."""
+
+    places: Tensor  # (C,) the channel of the tensor that holds each of them; -1: none does
+    factor: Tensor  # (C,)
+    norm: str = ""  # right behind the layer, where statistics of its own make it a factor and a shift
+    within: Tensor | None = None  # (C,) their channels in that norm
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """Where a layer is compared."""
+
+    layer: str
+    axis: int  # of the channels
+    trail: Trail
+    sum: int | None = None  # behind this addition, counted from 0; else behind its norm, or the layer itself
+    clip: Range = EVERYTHING  # what is outside of this range makes no difference to all that follows
+    needs: int = -1  # the last layer that must be repaired before it: it feeds this one, or what this is added to
+
+    @property
+    def module(self) -> str:
+        """Whose output it is, where it is no sum."""
+        return self.trail.norm or self.layer
+
+
+@dataclass(eq=False)
+class Value:
+    """What a tensor holds, until something is written into it."""
+
+    tensor: Tensor  # kept alive, so that its number is not given to another
+    age: int = -1  # the newest layer it depends on
+    trails: dict[str, Trail] = field(default_factory=dict)
+    uses: list[Range | None] = field(default_factory=list)  # one for every op it was given to
+    origin: tuple[Value, Act] | None = None  # what an activation made it of
+    fixed: bool = False  # a parameter, or made of parameters alone
+
+
+class Trails(Watch):
+    """Where the layers of a network can be compared, from one forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.order: list[str] = []  # layers, as they are called
+        self.times: Counter[str] = Counter()  # layers and norms: how often
+        self.points: dict[str, Point] = {}
+        self.bases: dict[str, Point] = {}  # behind the layer's own norm, or itself: before any sum
+        self.now: dict[str, Value] = {}  # layer -> the newest value that it stands in alone
+        self.given: dict[str, Value] = {}  # layer -> what it reads
+        self.weights: dict[str, Use | None] = {}  # layer -> how it used its weight
+        self.sums: list[dict[str, Trail]] = []  # the layers that stand in each addition
+        self.homes: list[str] = []  # the module each addition was made in
+        self.values: dict[int, Value] = {}
+        self.spans: dict[str, Span] = {}  # modules that are called once
+        self.entered: dict[str, tuple[int, Held, list[int]]] = {}  # sums before, what it held, versions of its inputs
+        self.calls: Counter[str] = Counter()  # all modules
+        self.keeping: set[str] = set()  # modules that keep something of a pass
+        self.writing: set[str] = set()  # and those that write into what they are given
+        self.fixed = {id(x) for x in [*model.parameters(), *model.buffers()]}
+
+    # -- ops -------------------------------------------------------------------------------------------------------
+
+    def op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = [self.value(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        result = func(*args, **kwargs)
+        made = [y for y in tree_leaves(result) if isinstance(y, Tensor)]
+        if made:
+            name = name_of(func)
+            for value in given:
+                value.uses.append(CLIPS[name](*args, **kwargs) if name in CLIPS else None)
+            for y in made:
+                self.put(y, max([-1, *(value.age for value in given)])).fixed = all(value.fixed for value in given)
+            self.step(name, given, self.values[id(made[0])], kwargs)
+            if name in ACTIVATIONS and len(given) == 1:
+                self.values[id(made[0])].origin = (given[0], activation(func, args, kwargs))
+        return result
+
+    def value(self, x: Tensor) -> Value:
+        if id(x) not in self.values:
+            self.put(x, -1).fixed = id(x) in self.fixed
+        return self.values[id(x)]
+
+    def put(self, x: Tensor, age: int) -> Value:
+        self.values[id(x)] = made = Value(x, age)
+        return made
+
+    def step(self, name: str, given: list[Value], y: Value, options: Mapping[str, Any]) -> None:
+        """The trails that go on through an op."""
+        if name in SUMS:
+            self.add(given, y, plain="alpha" not in options)
+        elif (name in DROPOUTS or name in SAME) and given and given[0].tensor.shape == y.tensor.shape:
+            self.go_on(given[0], y, given[0].trails)
+        elif name in PRODUCTS and len(given) == 2:
+            for value, other in (given, given[::-1]):
+                if value.trails and other.fixed:
+                    found = {n: self.scaled(n, t, other.tensor, y.tensor) for n, t in value.trails.items()}
+                    self.go_on(value, y, {n: t for n, t in found.items() if t is not None})
+
+    def add(self, given: list[Value], y: Value, plain: bool) -> None:
+        """Of the layers that stand in a sum, the one computed last is compared with it, the others before it."""
+        union = {n: t for value in given for n, t in value.trails.items()} if plain else {}
+        self.sums.append(union)
+        self.homes.append(self.inside[-1])
+        y.trails = union
+        if not union:
+            return
+        last = max(union, key=self.order.index)
+        own = [value for value in given if last in value.trails]
+        others = [value.age for value in given if last not in value.trails]
+        alone = len(own) == 1 and own[0] is self.now[last] and own[0].tensor.shape == y.tensor.shape
+        if alone and max([-1, *others]) < self.order.index(last):
+            needs = max([self.points[last].needs, *others])
+            number = len(self.sums) - 1
+            self.move(last, y, replace(self.points[last], trail=union[last], sum=number, needs=needs))
+
+    def go_on(self, x: Value, y: Value, trails: dict[str, Trail]) -> None:
+        """The same channels in another tensor; they are still compared where they were."""
+        y.trails = trails
+        for name in trails:
+            if self.now[name] is x:
+                self.now[name] = y
+
+    def scaled(self, name: str, trail: Trail, other: Tensor, y: Tensor) -> Trail | None:
+        """Behind a product with a parameter, one number for each channel or for all."""
+        axis = self.points[name].axis % y.dim() - y.dim()
+        wide = other.numel() > 1
+        if wide and (other.dim() < -axis or other.shape[axis] != other.numel() or other.numel() != y.shape[axis]):
+            return None
+        numbers = other.detach().reshape(-1)
+        return replace(trail, factor=trail.factor * (numbers[trail.places.clamp_min(0)] if wide else numbers))
+
+    def move(self, name: str, y: Value, point: Point) -> None:
+        self.points[name], self.now[name] = point, y
+        if point.sum is None:
+            self.bases[name] = point
+
+    # -- modules ---------------------------------------------------------------------------------------------------
+
+    def enter(self, name: str, module: nn.Module, args: Any) -> None:
+        self.entered[name] = len(self.sums), Held.by(module), versions(args)
+
+    def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        sums, held, old = self.entered[name]
+        self.calls[name] += 1
+        self.spans[name] = Span(len(self.order), len(self.sums) - sums)
+        self.keeping.update(() if held.is_still(Held.by(module)) else [name])
+        self.writing.update(() if old == versions(args) else [name])
+        x = next((a for a in args if isinstance(a, Tensor)), None)
+        if known(module) and x is not None and isinstance(output, Tensor):
+            self.times[name] += 1
+            given = self.value(x)
+            given.uses.append(None)
+            y = self.put(output, given.age)
+            (self.layer if layer_type(module) else self.norm)(name, module, given, y)
+
+    def layer(self, name: str, module: Any, x: Value, y: Value) -> None:
+        kind = layer_type(module)
+        if self.times[name] > 1 or kind is None:
+            return
+        places = through(module, torch.arange(kind.channels(module), device=y.tensor.device))
+        trail = Trail(places, y.tensor.new_ones(len(places)))
+        y.age, y.trails = len(self.order), {name: trail}
+        self.given[name], self.weights[name] = x, self.used
+        self.order.append(name)
+        self.move(name, y, Point(name, channel_axis(module, y.tensor), trail, needs=x.age))
+
+    def norm(self, name: str, module: Any, x: Value, y: Value) -> None:
+        scale = scale_of(module)
+        for layer, trail in x.trails.items():
+            if scale is None or self.now[layer] is not x or self.points[layer].sum is not None or trail.norm:
+                continue
+            factor = trail.factor * scale[trail.places.clamp_min(0)]
+            y.trails = {layer: Trail(through(module, trail.places), factor, name, trail.places)}
+            self.move(layer, y, replace(self.points[layer], trail=y.trails[layer]))
+
+    def feeding(self, name: str) -> tuple[str, Act] | None:
+        """The layer that this one alone reads, and the activation in between."""
+        value = self.given[name]
+        source, act = value.origin or (value, _same)
+        layer = next((n for n in source.trails if self.now[n] is source and self.points[n].sum is None), None)
+        alone = len(value.uses) == 1 and len(source.uses) == 1
+        same = layer is not None and source.trails[layer] is self.points[layer].trail
+        return (layer, act) if layer is not None and alone and same else None
+
+    def clip(self, name: str) -> Range:
+        """The range that the one op behind a layer's point lets through."""
+        point, value = self.points[name], self.now[name]
+        same = value.trails.get(name) is point.trail  # nothing but the identity in between
+        return value.uses[0] or EVERYTHING if same and len(value.uses) == 1 else EVERYTHING
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def activation(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Act:
+    """The op as a function of one tensor, which it leaves as it is."""
+    rest = {k: v for k, v in kwargs.items() if k not in ("input", "inplace")}
+    more = tuple(False if isinstance(a, bool) else a for a in args[1:])  # inplace is the only one that is a bool
+    return lambda x: func(x.clone(), *more, **rest)
+
+
+def through(module: nn.Module, places: Tensor) -> Tensor:
+    """Where channels are once the module's own scatter has put them in place."""
+    scatter = module._modules.get("scatter")
+    if not isinstance(scatter, Scatter):
+        return places
+    width = len(scatter.index)
+    to = torch.full((scatter.given + 1,), width, device=places.device)
+    to.scatter_reduce_(0, scatter.source, scatter.places, "amin")  # the first place of a channel that has several
+    return torch.where(to == width, -1, to)[places]
+
+
+def scale_of(norm: Any) -> Tensor | None:
+    """(C,) what a norm multiplies by, where it has statistics of its own."""
+    if getattr(norm, "running_var", None) is None:
+        return None
+    scale = torch.rsqrt(norm.running_var + getattr(norm, "eps", 1e-5))
+    return scale if norm.weight is None else scale * norm.weight.detach()
+
+
+def follow_layers(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[Trails, Any]:
+    """The trails of a network that is run once, and what it returned."""
+    trails = Trails(model)
+    with trails.hooked():
+        outputs = run(model)
+    trails.spans = {n: span for n, span in trails.spans.items() if trails.calls[n] == 1}
+    trails.points = {n: replace(point, clip=trails.clip(n)) for n, point in trails.points.items()}
+    return trails, outputs

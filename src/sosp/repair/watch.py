@@ -1,0 +1,136 @@
+"""Watch a forward pass: the network's own ops, and its modules as they are entered and left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from sosp.flow.dense import DENSE
+from sosp.flow.ops import name_of
+from sosp.layers import is_norm, layer_type
+from sosp.repair.layouts import Use, use_of
+
+SUMS = frozenset({"add", "__add__", "__iadd__", "__radd__"})
+
+
+def known(module: nn.Module) -> bool:
+    """A layer or a norm of single channels."""
+    return layer_type(module) is not None or is_norm(module)
+
+
+class Watch(TorchFunctionMode):
+    """Told of every op outside of layers and norms, whose own ops are none of the network's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.inside: list[str] = [""]
+        self.resting = 0  # so many layers and norms are at work
+        self.used: Use | None = None  # how the layer at work used its weight
+
+    def op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call it."""
+        return func(*args, **kwargs)
+
+    def enter(self, name: str, module: nn.Module, args: Any) -> None:
+        """A module begins."""
+
+    def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """It is done, and its channels are in their places."""
+
+    def minds(self, module: nn.Module) -> bool:
+        """Wants to know of it."""
+        return True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.resting:
+            return self.op(func, args, kwargs or {})
+        if (name := name_of(func)) in DENSE:
+            self.used = self.used or use_of(self.model.get_submodule(self.inside[-1]), name, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Watch while the model runs."""
+        with ExitStack() as stack:
+            for name, module in self.model.named_modules():
+                if self.minds(module):
+                    stack.callback(module.register_forward_pre_hook(self._before(name, known(module))).remove)
+                    stack.callback(module.register_forward_hook(self._behind(name, known(module))).remove)
+            stack.enter_context(self)
+            yield
+
+    def _before(self, name: str, rests: bool) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            self.enter(name, module, args)
+            self.inside.append(name)
+            if rests:
+                self.resting += 1
+                self.used = None
+
+        return hook
+
+    def _behind(self, name: str, rests: bool) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self.leave(name, module, args, output)
+            self.inside.pop()
+            self.resting -= rests
+
+        return hook
+
+
+class Enough(BaseException):
+    """All that was wanted of a pass is there. (No Exception: the user's code may catch those.)"""
+
+
+Taking = Callable[[Use | None, Tensor], None]  # of how a layer used its weight, and what came out
+
+
+class Listener(Watch):
+    """Look at the outputs of some modules and at some sums, by name and by number; end the pass when all are seen."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.wanted: dict[str | int, Sequence[Taking]] = {}
+        self.sums = 0  # so far
+
+    def minds(self, module: nn.Module) -> bool:
+        return known(module)
+
+    def listen(self, wanted: Mapping[str | int, Sequence[Taking]], run: Callable[[nn.Module], Any]) -> None:
+        """Run the network as far as needed."""
+        self.wanted, self.sums = dict(wanted), 0
+        self.inside, self.resting = [""], 0  # a pass that ended early never left some modules
+        with suppress(Enough):
+            run(self.model)
+
+    def op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        if name_of(func) in SUMS and isinstance(result, Tensor):
+            self.take(self.sums, None, result)
+            self.sums += 1
+        return result
+
+    def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if name in self.wanted:
+            self.take(name, self.used, output)
+
+    def take(self, key: str | int, used: Use | None, output: Tensor) -> None:
+        """What is wanted of it is taken at once: it may be written into."""
+        with torch._C.DisableTorchFunction():
+            for taking in self.wanted.pop(key, ()):
+                taking(used, output)
+        if not self.wanted:
+            raise Enough
+
+
+def listen(model: nn.Module, wanted: Mapping[str | int, Sequence[Taking]], run: Callable[[nn.Module], Any]) -> None:
+    """One pass."""
+    listener = Listener(model)
+    with listener.hooked():
+        listener.listen(wanted, run)

@@ -1,0 +1,64 @@
+"""Write a change of a layer's outputs into its weights and its norm; the norm's statistics become those it will see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sosp.repair.collect import Task
+from sosp.repair.layouts import groups_of, matrix, set_matrix
+from sosp.repair.ridge import Fit, outputs_of
+from sosp.repair.trails import scale_of
+
+
+def takes_shift(model: nn.Module, task: Task) -> bool:
+    """Something behind the layer's weights can take up a constant."""
+    return bool(task.here.trail.norm) or getattr(model.get_submodule(task.layer), "bias", None) is not None
+
+
+@torch.no_grad()
+def write(model: nn.Module, task: Task, fit: Fit, X: Tensor) -> None:
+    """Change the layer; ``X``, (G, R, K), are inputs of it."""
+    layer: Any = model.get_submodule(task.layer)
+    trail, live = task.here.trail, task.live
+    factor = torch.where(live, trail.factor, 1)
+    delta = torch.where(live, 1 / factor, 0).reshape(groups_of(layer), -1, 1) * fit.delta
+    set_matrix(layer, matrix(layer) + delta)
+    if not trail.norm:
+        if layer.bias is not None:
+            layer.bias += torch.where(live, fit.shift / factor, 0)
+        return
+    assert trail.within is not None
+    norm: Any = model.get_submodule(trail.norm)
+    scale = scale_of(norm)
+    assert scale is not None
+    channels = trail.within[live]
+    outputs = outputs_of(X, matrix(layer).mT)[:, live].double()
+    outputs = outputs if layer.bias is None else outputs + layer.bias[live]
+    later = (factor / scale[trail.within.clamp_min(0)])[live]  # what comes behind the norm
+    _renormalise(norm, channels, fit.shift[live] / later, outputs)
+
+
+def _renormalise(norm: Any, channels: Tensor, shift: Tensor, outputs: Tensor) -> None:
+    """Statistics of the (R, c) outputs for the norm, and a scale and shift such that it computes what it did."""
+    scale = scale_of(norm)
+    assert scale is not None
+    scale = scale[channels].double()
+    if norm.bias is None:
+        norm.running_mean[channels] -= (shift / scale).to(norm.running_mean.dtype)
+        return
+    looks = isinstance(norm, nn.modules.batchnorm._NormBase)
+    if not looks:  # at a batch, ever
+        norm.bias[channels] += shift.to(norm.bias.dtype)
+        return
+    mean, variance = outputs.mean(0), outputs.var(0, correction=0)
+    changed = {
+        "bias": norm.bias[channels] + shift + scale * (mean - norm.running_mean[channels]),
+        "weight": scale * (variance + norm.eps).sqrt(),
+        "running_mean": mean,
+        "running_var": variance,
+    }
+    for key, values in changed.items():
+        getattr(norm, key)[channels] = values.to(norm.bias.dtype)

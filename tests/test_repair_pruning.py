@@ -1,0 +1,209 @@
+"""Repair as a part of pruning: what to remove when the rest will make up for it, in one call, in rounds, in a run."""
+
+import csv
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sosp
+from cases import case
+from commands import call, lines, refusal
+from oracles import repair as oracle
+from sosp.comparison import Cell, Plan, compare
+from sosp.comparison.cells import Cells
+from sosp.config import Pruning
+from sosp.criteria.surgeon import BLOCK, DAMPING, eliminated
+from sosp.errors import ArgumentError
+from sosp.repair import absent, plan
+from test_repair import inputs, off
+
+
+@pytest.fixture(autouse=True)
+def few_equations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough for such small layers, in less time."""
+    monkeypatch.setattr(plan, "ROWS", 2000)
+
+
+# --- the saliency after compensation --------------------------------------------------------------------
+
+
+def pairs(S: int, rank: int, seed: int = 0) -> Tensor:
+    J = torch.randn(rank, S, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return J.T @ J / rank
+
+
+@pytest.mark.parametrize("damping", [0.1, 1e-3])
+def test_the_order_of_optimal_brain_surgeon(damping: float) -> None:
+    Q = pairs(9, 30)
+    order, costs = eliminated(Q, damping)
+    expected, losses = oracle.surgeon(Q, damping)
+    assert order.tolist() == expected
+    torch.testing.assert_close(costs.cumsum(0), torch.tensor(losses, dtype=torch.float64))
+
+
+def test_many_structures_go_block_by_block() -> None:
+    Q = pairs(2 * BLOCK + 7, 400)
+    order, costs = eliminated(Q, DAMPING)
+    assert sorted(order.tolist()) == list(range(len(Q)))
+    k = BLOCK + 5
+    damped = Q + DAMPING * Q.diagonal().mean() * torch.eye(len(Q), dtype=Q.dtype)
+    torch.testing.assert_close(costs[:k].sum(), oracle.least_loss(damped, order[:k].tolist()))
+
+
+def test_values_are_the_losses_and_do_not_depend_on_labels() -> None:
+    c = case("conv-bn")
+    saliency, other = (sosp.score(c.model, (c.inputs, y), method="sosp-obs") for y in (c.targets, c.targets.flip(0)))
+    Q = sosp.score(c.model, (c.inputs, c.targets), method="sosp-i").pairs
+    assert Q is not None
+    assert saliency.values is not None
+    assert other.values is not None
+    order, losses = oracle.surgeon(Q.double(), DAMPING)
+    torch.testing.assert_close(saliency.values[order], torch.tensor(losses, dtype=torch.float64))
+    torch.testing.assert_close(saliency.values, other.values)
+    mask = sosp.select(saliency, ratio=0.5)
+    assert mask == sosp.Mask.from_structures(saliency.structures, torch.tensor(sorted(order[: mask.chosen])))
+
+
+# --- in one call ----------------------------------------------------------------------------------------
+
+
+def test_prune_and_repair() -> None:
+    c = case("residual")
+    x = inputs(c.inputs)
+    data = (x, c.model(x).argmax(1))
+    plain, repaired = (sosp.prune(c.model, data, ratio=0.4, repair=r) for r in (False, True))
+    assert plain.repaired is None
+    assert repaired.repaired is not None
+    assert plain.mask == repaired.mask
+    assert plain.cost_after == repaired.cost_after
+    assert off(repaired.model, c.model, x) < 0.8 * off(plain.model, c.model, x)
+    assert str(repaired).splitlines()[-1] == repaired.repaired.summary
+
+
+@pytest.mark.parametrize("budget", [{"ratio": 0.5}, {"params": 0.4}, {"macs": 0.5}, {}], ids=str)
+def test_rounds_meet_the_budget(budget: dict[str, float]) -> None:
+    c = case("conv-bn")
+    x = inputs(c.inputs)
+    batches = ((part, c.model(part).argmax(1)) for part in x.split(60))  # can be read once only
+    found = sosp.prune(c.model, batches, method="sosp-obs", repair=True, rounds=3, **budget)
+    count = sosp.count(c.model, x[:4], found.mask)
+    assert (count.params, count.macs) == (found.cost_after.params, found.cost_after.macs)
+    assert sosp.count(found.model, x[:4]).params == count.params
+    shares = {
+        "ratio": found.mask.ratio,
+        "params": count.params / found.cost_before.params,
+        "macs": count.macs / found.cost_before.macs,
+    }
+    for name, wanted in (budget or {"ratio": 0.5}).items():
+        assert abs(shares[name] - wanted) < 0.12 if name == "ratio" else shares[name] <= wanted
+    assert off(found.model, c.model, x) < 1
+
+
+def test_what_is_absent() -> None:
+    c = case("residual")
+    structures = sosp.find_structures(c.model, c.inputs)
+    gone = {"block1.conv1": [0], "block2.conv1": [1, 2], "block2.conv2": [0, 3]}
+    mask = sosp.Mask.from_removed(c.model, gone, c.inputs)
+    once = sosp.shrink(c.model, mask, c.inputs)
+    assert absent(once, c.model, structures) == mask
+    again = sosp.shrink(once, sosp.Mask.from_removed(once, {"block2.conv2": [0, 1]}, c.inputs), c.inputs)
+    lacks = absent(again, c.model, structures).removed
+    assert lacks["block2.conv2"].tolist() == [0, 1, 2, 3]
+    assert lacks["block2.conv1"].tolist()[-2:] == [1, 2]
+
+
+# --- in a run -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "trained"
+    words = ("--data", "digits", "--width", "0.25", "--epochs", "2", "--out", str(folder))
+    assert call("train", "sosp:digits_resnet", *words).exit_code == 0
+    return folder
+
+
+def test_sosp_prune_repair(trained: Path, tmp_path: Path) -> None:
+    words = (
+        "--ratio",
+        "0.4",
+        "--method",
+        "first-order",
+        "--examples",
+        "100",
+        "--no-curve",
+        "--repair",
+        "--rounds",
+        "2",
+    )
+    found = lines("prune", str(trained), *words, "--out", str(tmp_path))[-1]["results"]["prune"]
+    facts = found["repair"]
+    assert facts["agreement_after"] > facts["agreement_before"]
+    assert facts["examples"] == len(sosp.data.digits().train)
+    assert facts["seconds"] > 0
+    assert {"layer", "before", "after"} <= facts["layers"][0].keys()
+    assert all(layer["after"] <= layer["before"] for layer in facts["layers"])
+    assert abs(found["removed"] / found["structures"] - 0.4) < 0.05
+    page = (tmp_path / "report.html").read_text()
+    assert '<section id="repair">' in page
+    assert f"{facts['agreement_after']:.1%} are after" in page
+
+
+def test_rounds_without_repair_are_refused(trained: Path) -> None:
+    assert "rounds is for repair" in refusal("prune", str(trained), "--rounds", "2")
+    with pytest.raises(ArgumentError, match="rounds is for repair"):
+        Pruning(repair=True, rounds=2, ratios={"conv1": 0.5})
+
+
+# --- compared -------------------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(1, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6)
+        self.conv2, self.bn2 = nn.Conv2d(6, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.bn1(self.conv1(x)))
+        return self.head(torch.relu(self.bn2(self.conv2(x))).mean((2, 3)))
+
+
+def test_compare_repairs_where_asked(tmp_path: Path) -> None:
+    whole = sosp.data.digits()
+    data = replace(whole, train=whole.train.subset(300, 0), test=whole.test.subset(100, 0))
+    torch.manual_seed(0)
+    model = sosp.train(Small(), data, replace(sosp.SCHEDULES["digits"], epochs=2)).model
+    asked = Plan(("random", "eigendamage"), (0.4,), examples=60, recalibrate=120)
+    before = compare(model, data, asked, folder=tmp_path)
+    assert [c.repaired for c in before] == [None, None]
+    after = compare(model, data, replace(asked, repair=True), folder=tmp_path)
+    assert after[0].repaired is not None
+    assert after[0].repaired >= after[0].masked
+    assert replace(after[0], repaired=None) == before[0]  # all else was known
+    assert after[1] == before[1]  # its layers are no longer the original's
+    again: list[Cell] = []
+    assert compare(model, data, replace(asked, repair=True), folder=tmp_path, on_cell=again.append) == after
+    assert again == []
+
+
+def test_cells_of_older_files_are_read(tmp_path: Path) -> None:
+    cell = Cell("random", 0.5, 0, masked=0.25)
+    old = {k: v for k, v in asdict(cell).items() if k != "repaired"}
+    (tmp_path / "cells.jsonl").write_text(json.dumps(old) + "\n" + json.dumps({**old, "more": 1}) + "\n")
+    assert list(Cells(tmp_path).known.values()) == [cell]
+
+
+def test_sosp_compare_repair(trained: Path, tmp_path: Path) -> None:
+    words = ("--methods", "random", "--ratios", "0.4", "--examples", "60", "--statistics", "100", "--repair")
+    found = call("compare", str(trained), *words, "--out", str(tmp_path / "run"))
+    assert found.exit_code == 0
+    assert "repaired" in found.stdout
+    assert "accuracy, repaired" in found.stdout
+    (row,) = csv.DictReader((tmp_path / "run" / "comparison.csv").read_text().splitlines())
+    assert 0 < float(row["repaired"]) <= 1
