@@ -16,7 +16,8 @@ from sosp.runs import read_record
 
 COMMAND = """<!-- not run: needs CIFAR-10 and weights -->
 ```sh
-sosp compare sosp:{model} --weights {model}.safetensors --data {data} --data-dir datasets --seeds {seeds} --statistics {statistics}
+sosp compare sosp:{model} --weights {model}.safetensors --data {data} \\
+  --data-dir datasets --seeds {seeds} --statistics {statistics}
 ```"""
 READ = """Scoring data is training data, which the network knows: few examples have a gradient left, and methods that
 look at gradients vary with the draw. Every method removes the same number of structures, not of parameters: see the
