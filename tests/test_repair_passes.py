@@ -87,9 +87,8 @@ class Blocks(nn.Module):
     def __init__(self, strange: type[Block] = Block) -> None:
         super().__init__()
         self.stem = nn.Conv2d(2, 4, 3, padding=1)
-        self.first = nn.Sequential(
-            strange(), Block(), nn.ReLU(inplace=True), nn.Conv2d(4, 6, 1), nn.Conv2d(6, 4, 1), Block()
-        )
+        bare = nn.ReLU(inplace=True), nn.Conv2d(4, 6, 1), nn.Conv2d(6, 4, 1)
+        self.first = nn.Sequential(strange(), Block(), *bare, Block(), Block())
         self.loose = nn.ModuleList([Block(), Block()])
         self.again = Block()
         self.pieces = nn.Sequential(Block(), Block())
@@ -163,7 +162,7 @@ def test_only_the_end_of_a_chain_is_kept() -> None:
         store, listener = Memory(model, trails), Listener(model)
         names = [n for n in trails.order if n != "head"]
         for layer in names:
-            with store.used(trails.order.index(layer), 0, listener), listener.hooked():
+            with listener.hooked(), store.used(trails.order.index(layer), 0, listener):
                 listener.listen({layer: [lambda use, y: None]}, lambda m: m(x))
         kept = {"first", "loose.0", "loose.1", "pieces.0", "pieces.1", "last.0"}  # a block called twice is not
         assert {name for name, _ in store.kept} == kept

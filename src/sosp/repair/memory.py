@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from sosp.scatter import scatter_output
 
 BYTES = 2**30  # kept at most
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
 Forward = Callable[..., Any]
 
 
@@ -25,7 +28,7 @@ class Memory:
         modules = dict(model.named_modules())
         loud = [n for n, m in modules.items() if n in trails.keeping or _is_heard(m)]
         quiet = {n: m for n, m in modules.items() if n in trails.spans and not any(_inside(name, n) for name in loud)}
-        pure = {n: m for n, m in quiet.items() }
+        pure = {n: m for n, m in quiet.items() if n not in trails.writing}
         self.spans, self.quiet = trails.spans, quiet
         self.blocks = [n for n, m in pure.items() if n and _is_block(m)]
         # What is written inside of a chain stays inside.
@@ -88,7 +91,7 @@ class Memory:
 def _instead(module: nn.Module, forward: Forward, *, hooks: bool) -> Iterator[None]:
     """Another forward, with the module's hooks (a scatter, which comes behind it) or without."""
     own = module.__dict__
-    new = {"forward": forward, **({} if hooks else {"_forward_hooks": {}, "_forward_pre_hooks": {}})}
+    new = {"forward": forward, **({} if hooks else {key: OrderedDict() for key in HOOKS})}
     old = {key: own[key] for key in new if key in own}
     own.update(new)
     try:

@@ -49,7 +49,7 @@ class Pair:
     def widest(self) -> int:
         """Numbers that the largest tensor holds for each input."""
         values = (*self.here.values.values(), *self.there.values.values())
-        return max(1, max(value.tensor.numel() for value in values) // self.chunk.size)
+        return max(1, max(value.tensor.numel() for value in values if not value.fixed) // self.chunk.size)
 
     @property
     def aligned(self) -> bool:

@@ -73,7 +73,7 @@ class Search:
         if not changes:
             return None
         errors = [self.error(change, shift) for change in changes.values()]
-        after, ridge = min(zip(torch.stack(errors).tolist(), changes, strict=True))
+        after, ridge = min(zip(torch.stack(errors).nan_to_num(torch.inf).tolist(), changes, strict=True))
         delta = changes[ridge] * self.inputs.scale.mT
         return Fit(delta.mT, shift - outputs_of(self.inputs.mean, delta)[0], ridge, after)
 

@@ -120,7 +120,7 @@ class Through:
         given, tested = (c.inputs(c.act(h)) for c, h in ((self.fitted, hidden), (self.held, _given(self.held, fit))))
         found = seconds(given, self.fitted.wanted, ridges)
         each = [self.measure.error(s.outputs(tested) + self.held.rest, self.held.target) for s in found]
-        errors = torch.stack(each).tolist()
+        errors = torch.stack(each).nan_to_num(torch.inf).tolist()
         best = min(range(len(found)), key=errors.__getitem__)
         return State(replace(fit, after=errors[best]), hidden, found[best])
 
