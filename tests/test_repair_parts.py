@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from oracles import repair as oracle
 from sosp.repair import ridge
+from sosp.repair.activations import EVERYTHING
 from sosp.repair.layouts import Use, groups_of, matrix, set_matrix, take
 from sosp.repair.measures import divergence, squares
 from sosp.repair.ridge import RIDGES, Rows, Standardised, fit, outputs_of
 from sosp.repair.through import Chain, Through
-from sosp.repair.trails import EVERYTHING, Trails, follow_layers
+from sosp.repair.trails import Trails, follow_layers
 from sosp.repair.watch import listen
 
 

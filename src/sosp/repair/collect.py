@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from sosp.errors import DataError
+from sosp.repair.activations import Act
 from sosp.repair.inputs import Part
 from sosp.repair.layouts import Use, groups_of, matrix, take
 from sosp.repair.memory import Memory
 from sosp.repair.ridge import Rows, outputs_of
 from sosp.repair.through import Chain
-from sosp.repair.trails import Act, Point
+from sosp.repair.trails import Point
 from sosp.repair.watch import Listener, Taking
 
 

@@ -16,12 +16,13 @@ from sosp.batches import Chunk
 from sosp.errors import SospError, StructureError
 from sosp.losses import logits_of
 from sosp.recipe import Recipe
+from sosp.repair.activations import EVERYTHING, Act
 from sosp.repair.collect import Feed, Task
 from sosp.repair.inputs import Part
 from sosp.repair.layouts import Use, is_plain, matrix, take
 from sosp.repair.pairs import channels_of
 from sosp.repair.ridge import outputs_of
-from sosp.repair.trails import EVERYTHING, Act, Point, Trails, follow_layers
+from sosp.repair.trails import Point, Trails, follow_layers
 from sosp.repair.watch import listen
 
 ROWS = 2**15  # equations at most for a layer, however many inputs there are

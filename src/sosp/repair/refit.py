@@ -15,6 +15,7 @@ from sosp.errors import one_of, whole_number
 from sosp.losses import NAMES as LOSSES
 from sosp.preserve import borrowed, home
 from sosp.progress import track
+from sosp.repair.activations import EVERYTHING
 from sosp.repair.answers import Likeness, answers
 from sosp.repair.collect import Collector, Positions, Seen, Task, chains, equations
 from sosp.repair.inputs import Part, chunks_of, parts_of
@@ -26,7 +27,7 @@ from sosp.repair.plan import seen, tasks_of, together
 from sosp.repair.result import LayerError, Repaired
 from sosp.repair.ridge import Fit, Standardised, fit
 from sosp.repair.through import Through
-from sosp.repair.trails import EVERYTHING, Trails
+from sosp.repair.trails import Trails
 from sosp.repair.write import takes_shift, write
 
 TARGETS = 2**30  # bytes of the original's values that are held at once

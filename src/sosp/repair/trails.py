@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import Any
 
 import torch
@@ -20,28 +19,13 @@ from torch.utils._pytree import tree_leaves
 from sosp.flow.labels import SAME
 from sosp.flow.ops import DROPOUTS, name_of
 from sosp.layers import channel_axis, layer_type
+from sosp.repair.activations import ACTIVATIONS, CLIPS, EVERYTHING, Act, Range, activation, unchanged
 from sosp.repair.layouts import Use
 from sosp.repair.spans import Held, Span, versions
 from sosp.repair.watch import SUMS, Watch, known
 from sosp.scatter import Scatter
 
 PRODUCTS = frozenset({"mul", "__mul__", "__imul__", "__rmul__", "multiply"})
-Range = tuple[float, float]
-EVERYTHING: Range = (-inf, inf)
-Act = Callable[[Tensor], Tensor]
-# Ops that treat every element by itself.
-ACTIVATIONS = frozenset(
-    {
-        *("relu", "relu6", "hardtanh", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus"),
-        *("hardswish", "hardsigmoid", "sigmoid", "tanh"),
-    }
-)
-# Of them, those that let a range through as it is: op -> the range, from its arguments.
-CLIPS: dict[str, Callable[..., Range]] = {
-    "relu": lambda input, inplace=False: (0.0, inf),
-    "relu6": lambda input, inplace=False: (0.0, 6.0),
-    "hardtanh": lambda input, min_val=-1.0, max_val=1.0, inplace=False: (min_val, max_val),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +207,7 @@ class Trails(Watch):
     def feeding(self, name: str) -> tuple[str, Act] | None:
         """The layer that this one alone reads, and the activation in between."""
         value = self.given[name]
-        source, act = value.origin or (value, _same)
+        source, act = value.origin or (value, unchanged)
         layer = next((n for n in source.trails if self.now[n] is source and self.points[n].sum is None), None)
         alone = len(value.uses) == 1 and len(source.uses) == 1
         same = layer is not None and source.trails[layer] is self.points[layer].trail
@@ -234,17 +218,6 @@ class Trails(Watch):
         point, value = self.points[name], self.now[name]
         same = value.trails.get(name) is point.trail  # nothing but the identity in between
         return value.uses[0] or EVERYTHING if same and len(value.uses) == 1 else EVERYTHING
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def activation(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Act:
-    """The op as a function of one tensor, which it leaves as it is."""
-    rest = {k: v for k, v in kwargs.items() if k not in ("input", "inplace")}
-    more = tuple(False if isinstance(a, bool) else a for a in args[1:])  # inplace is the only one that is a bool
-    return lambda x: func(x.clone(), *more, **rest)
 
 
 def through(module: nn.Module, places: Tensor) -> Tensor:
