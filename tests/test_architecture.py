@@ -72,7 +72,7 @@ ALLOWED = {
     "pipeline": "errors greedy prune ranks comparison bottlenecks expansion nets batches losses records flow "
     "structures criteria mask cost selection surgery repair latency checkpoint data training learned models config "
     "runs",
-    "report": "errors checkpoint comparison models config runs training",
+    "report": "errors checkpoint criteria comparison models config runs training",
     "experiments": "errors records flow criteria mask cost selection structures surgery eigendamage checkpoint nets "
     "data training learned comparison expansion models runs pipeline",
     "sosp": "errors records flow structures passes criteria mask cost selection surgery repair widening latency "

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,6 +203,26 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "twice" in refusal(*words[:4], "--methods", "random,random", "--out", "there")
     assert "--epochs" in refusal(*words[:4], "--rate", "0.1", "--out", "there")
     assert "comparison" in refusal("eval", "here")
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        (("--methods", "group-fisher,eigendamage", "--gate", "weights"), "--groups coupled --gate weights"),
+        (("--methods", "fpgm", "--repair"), "--repair"),
+    ],
+)
+def test_what_a_report_says_to_do_next_can_be_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], wanted: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["compare", "sosp:digits_resnet", "--data", "digits", "--width", "0.25", "--ratios", "0.3"]
+    call(*words, "--examples", "50", "--statistics", "100", "--out", "here", *more)
+    page = (tmp_path / "here" / "report.html").read_text()
+    (command,) = re.findall(r"sosp (prune [^<]*)", page)
+    assert wanted in command
+    assert "eigendamage" not in command  # which makes its network itself
+    assert call(*shlex.split(command), "--out", "there").exit_code == 0
 
 
 def test_seeds_begin_where_they_are_told(model: nn.Module, data: Any, cells: tuple[Cell, ...]) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shlex
 
-from sosp.config import Config
+from sosp.config import Config, Pruning
+from sosp.criteria import METHODS
 from sosp.models import parse
 from sosp.report.facts import Facts
 from sosp.report.section import Section
 from sosp.runs import FILES
+
+STATES = ("tuned", "repaired", "recalibrated", "masked")  # what a comparison goes by, if it has it
 
 
 def loading(config: Config, path: str) -> list[str]:
@@ -48,15 +51,29 @@ def _onwards(facts: Facts, done: list[str]) -> tuple[str, str] | None:
 
 
 def _winner(facts: Facts) -> tuple[str, str] | None:
-    """Prune by the method that kept most at the highest ratio."""
-    last = max((s.ratio for s in facts.summaries if s.means), default=None)
-    if last is None:
+    """Prune by the method that kept most at the highest ratio, of those that remove structures."""
+    able = [s for s in facts.summaries if s.means and "rotation" not in METHODS[s.method].needs]
+    if not able:
         return None
-    mine = [s for s in facts.summaries if s.ratio == last and s.means]
-    state = "tuned" if any("tuned" in s.means for s in mine) else "recalibrated"
+    mine = [s for s in able if s.ratio == max(s.ratio for s in able)]
+    state = next(name for name in STATES if any(name in s.means for s in mine))
     best = max(mine, key=lambda s: s.means.get(state, 0.0))
-    model, data = facts.record.config.model, facts.record.config.data
-    flags = {"--weights": model.weights, "--data": data.name, "--data-dir": data.folder}
-    words = ["sosp", "prune", model.name, *(x for flag, value in flags.items() if value for x in (flag, value))]
-    command = shlex.join([*words, "--method", best.method, "--ratio", f"{best.ratio:g}"])
-    return f"Prune by {best.method}, which kept most at {best.ratio:g}", command
+    words = ["sosp", "prune", *_again(facts.record.config, best.method), "--method", best.method]
+    words += ["--ratio", f"{best.ratio:g}", *(["--repair"] if state == "repaired" else [])]
+    return f"Prune by {best.method}, which kept most at {best.ratio:g}", shlex.join(words)
+
+
+def _again(config: Config, method: str) -> list[str]:
+    """The model, the data and the choices that a method was compared with, as words of a command."""
+    how, usual = config.prune or Pruning(), Pruning()
+    coupled = how.groups == "coupled" or "coupled" in METHODS[method].needs
+    flags = {
+        "--weights": config.model.weights,
+        "--width": str(config.model.width) if config.model.width not in (None, 1.0) else None,
+        "--data": config.data.name,
+        "--data-dir": config.data.folder,
+        "--groups": "coupled" if coupled else None,
+        "--gate": how.gate if how.gate != usual.gate else None,
+        "--examples": str(how.examples) if how.examples != usual.examples else None,
+    }
+    return [config.model.name, *(word for flag, value in flags.items() if value for word in (flag, value))]
