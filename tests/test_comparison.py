@@ -209,18 +209,19 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("more", "wanted"),
     [
         (("--methods", "group-fisher,eigendamage", "--gate", "weights"), "--groups coupled --gate weights"),
-        (("--methods", "fpgm", "--repair"), "--repair"),
+        (("--methods", "fpgm", "--repair", "--width", "layer1=0.5"), "--width layer1=0.5"),
     ],
 )
 def test_what_a_report_says_to_do_next_can_be_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], wanted: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["compare", "sosp:digits_resnet", "--data", "digits", "--width", "0.25", "--ratios", "0.3"]
-    call(*words, "--examples", "50", "--statistics", "100", "--out", "here", *more)
+    words = ["compare", "sosp:digits_resnet", "--data", "digits", "--ratios", "0.3"]
+    call(*words, "--examples", "50", "--statistics", "400", "--out", "here", *more)
     page = (tmp_path / "here" / "report.html").read_text()
     (command,) = re.findall(r"sosp (prune [^<]*)", page)
     assert wanted in command
+    assert ("--repair" in more) == ("--repair" in command)
     assert "eigendamage" not in command  # which makes its network itself
     assert call(*shlex.split(command), "--out", "there").exit_code == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 
 from sosp.config import Config, Pruning
 from sosp.criteria import METHODS
@@ -69,7 +70,7 @@ def _again(config: Config, method: str) -> list[str]:
     coupled = how.groups == "coupled" or "coupled" in METHODS[method].needs
     flags = {
         "--weights": config.model.weights,
-        "--width": str(config.model.width) if config.model.width not in (None, 1.0) else None,
+        "--width": _width(config.model.width),
         "--data": config.data.name,
         "--data-dir": config.data.folder,
         "--groups": "coupled" if coupled else None,
@@ -77,3 +78,10 @@ def _again(config: Config, method: str) -> list[str]:
         "--examples": str(how.examples) if how.examples != usual.examples else None,
     }
     return [config.model.name, *(word for flag, value in flags.items() if value for word in (flag, value))]
+
+
+def _width(width: float | Mapping[str, float] | None) -> str | None:
+    """As the command takes it: 0.5, or layer1=2,conv1=1.5."""
+    if isinstance(width, Mapping):
+        return ",".join(f"{layer}={factor:g}" for layer, factor in width.items())
+    return None if width in (None, 1.0) else f"{width:g}"
