@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import sosp
+from sosp.pipeline.origin import hardware
 
 CUTS = ("sosp-i", "sosp-h", "slimming", "random", "sosp-obs", "sosp-i:4", "sosp-obs:4", "sosp-obs:8")  # method:rounds
 STARTS = ("masked", "recalibrated", "repaired")
@@ -58,7 +58,7 @@ class Cut:
 
 def main() -> None:
     options = _options()
-    lines = Lines(options.out)
+    lines = Lines(options.out, torch.device(options.device))
     work = prepared(options)
     for ratio in options.ratios:
         for name in options.cuts:
@@ -94,8 +94,8 @@ def _options() -> argparse.Namespace:
 class Lines:
     """Measurements in a file, each made once."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self.path, self.device = path, device
         path.parent.mkdir(parents=True, exist_ok=True)
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         self.known = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
@@ -109,16 +109,12 @@ class Lines:
             self.keep({**key, **make(), "total_seconds": time.perf_counter() - started})
 
     def keep(self, line: dict[str, Any]) -> None:
-        line = {**line, "torch": torch.__version__, "hardware": hardware()}
+        line = {**line, "torch": torch.__version__, "hardware": hardware(self.device)}
         self.known.append(line)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         short = {k: round(v, 4) if isinstance(v, float) else v for k, v in line.items() if k not in ("layers", "curve")}
         print(short, flush=True)
-
-
-def hardware() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
 
 
 def prepared(options: argparse.Namespace) -> Work:

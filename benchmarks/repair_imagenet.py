@@ -39,7 +39,7 @@ def main() -> None:
     inputs, _ = images(options.images, "train", names, options.inputs)
     pictures, labels = images(options.images[:1], "val", names, options.test)
     test = list(zip(pictures.to(device).split(BATCH), labels.to(device).split(BATCH), strict=True))
-    lines = Lines(options.out)
+    lines = Lines(options.out, device)
     base = {"net": "efficientnet-lite0", "inputs": len(inputs), "tested": len(labels)}
     lines.measure({**base, "kind": "whole"}, lambda: {"top1": accuracy(model, test), **sizes(model, test[0][0][:2])})
     loader = answered(model, inputs.to(device))

@@ -78,8 +78,8 @@ ALLOWED = {
     "sosp": "errors records flow structures passes criteria mask cost selection surgery repair widening latency "
     "checkpoint bottlenecks expansion prune eigendamage nets data training learned comparison experiments",
     "demo": "errors sosp runs",
-    "cli": "errors progress ranks mask cost checkpoint training sosp models options config runs pipeline report "
-    "experiments demo",
+    "cli": "errors progress ranks mask cost checkpoint training sosp comparison models options config runs pipeline "
+    "report experiments demo",
     "__main__": "cli",
 }
 

@@ -85,8 +85,8 @@ def prune(
     keep = excluded_names(model, exclude, parameters=False)
 
     def scored(network: nn.Module) -> Saliency:
-        left = [name for name in keep if name in dict(network.named_modules())]
-        structures = find_structures(network, example, groups=groups, exclude=left)
+        left = keep & dict(network.named_modules()).keys()
+        structures = find_structures(network, example, groups=groups, exclude=sorted(left))
         return score(network, data, method=method, loss=loss, structures=structures, examples=examples)
 
     budget = {"ratio": ratio, "params": params, "macs": macs}
@@ -116,9 +116,11 @@ def repaired_cut(
     last = _so_far(choice, 1.0, first, saliency)
     found = cut(network, saliency, example, last, style)
     fixed = repair_network(found.model, model, data)
-    # Of a network that computes zeros for what is gone, the plain one tells what that is.
-    plain = found if style is None else cut(network, saliency, example, last)
-    mask = found.mask if network is model else absent(plain.model, model, first.structures)
+    mask = found.mask
+    if network is not model:
+        # Of a network that computes zeros for what is gone, the plain one tells what that is.
+        plain = found if style is None else cut(network, saliency, example, last)
+        mask = absent(plain.model, model, first.structures)
     flow = first.structures.flow or trace(model, example)
     return Pruned(fixed.model, mask, first, whole_cost(flow), found.cost_after, fixed)
 

@@ -9,7 +9,7 @@ its gradient is set to zero; every other number is that of the small network.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,10 +39,7 @@ class Room:
         found = {}
         for name, p in model.named_parameters():
             if name in self.places:
-                mask = torch.ones_like(p, requires_grad=False)
-                for axis, index in self.places[name].items():
-                    mask.index_fill_(axis, (index < 0).nonzero().flatten().to(p.device), 0)
-                found[name] = mask
+                found[name] = _emptied(torch.ones_like(p, requires_grad=False), self.places[name])
         return found
 
     def narrow(self, name: str, x: Tensor) -> Tensor:
@@ -53,10 +50,10 @@ class Room:
 
     def widen(self, name: str, x: Tensor) -> Tensor:
         """A tensor of the small network, with zeros in the room around it."""
-        for axis, index in self.places.get(name, {}).items():
-            at = index.to(x.device)
-            x = x.index_select(axis, at.clamp_min(0)).index_fill(axis, (at < 0).nonzero().flatten(), 0)
-        return x
+        axes = self.places.get(name, {})
+        for axis, index in axes.items():
+            x = x.index_select(axis, index.clamp_min(0).to(x.device))
+        return _emptied(x, axes)
 
     @torch.no_grad()
     def shrunk(self, model: nn.Module) -> nn.Module:
@@ -68,6 +65,13 @@ class Room:
             if name in theirs and not _is_scatter(name):
                 mine.data = self.narrow(name, theirs[name].detach()).clone(memory_format=torch.preserve_format)
         return small.train(model.training)
+
+
+def _emptied(x: Tensor, axes: dict[int, Tensor]) -> Tensor:
+    """With zeros, in place, wherever something was added."""
+    for axis, index in axes.items():
+        x.index_fill_(axis, (index < 0).nonzero().flatten().to(x.device), 0)
+    return x
 
 
 def _back(index: Tensor) -> Tensor:
@@ -117,8 +121,7 @@ def _made(model: nn.Module, example: Any) -> Room | None:
 def _set_zero(model: nn.Module, places: Places) -> None:
     tensors = _tensors(model)
     for name, axes in places.items():
-        for axis, index in axes.items():
-            tensors[name].index_fill_(axis, (index < 0).nonzero().flatten().to(tensors[name].device), 0)
+        _emptied(tensors[name], axes)
 
 
 def _recipe(model: nn.Module, flow: Flow) -> tuple[Recipe, Places]:
@@ -235,7 +238,7 @@ class Blocks:
                 self._note(found, d.weight, d.in_axis, d.into)
         return found
 
-    def _note(self, found: Places, name: str, axis: int, calls: Iterable[Ids]) -> None:
+    def _note(self, found: Places, name: str, axis: int, calls: Sequence[Ids]) -> None:
         indices = [self._index(ids) for ids in calls]
         for index in indices:
             if not np.array_equal(index, np.arange(len(index))):
@@ -243,7 +246,7 @@ class Blocks:
         if any(not np.array_equal(index, indices[0]) for index in indices):
             raise MisfitError(self._any(calls))
 
-    def _any(self, calls: Iterable[Ids]) -> int:
+    def _any(self, calls: Sequence[Ids]) -> int:
         """A block in these that still has room."""
         for ids in calls:
             for c in self.classes[ids].tolist():

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from sosp.comparison import states
 from sosp.cost import Cost
 from sosp.report.headline import networks
 
@@ -112,12 +113,13 @@ COMPARED = {
     "tuned": "accuracy, fine-tuned",
     "repaired": "accuracy, repaired, not fine-tuned",
     "recalibrated": "accuracy, recalibrated, not fine-tuned",
+    "masked": "accuracy, right after the cut",
 }
 
 
 def comparison_table(found: list[Facts]) -> Table:
     """A row per method, a column per ratio: the accuracy fine-tuned, or repaired, or with new batch norm statistics."""
-    what = next(name for name in COMPARED if name == "recalibrated" or any(name in s["means"] for s in found))
+    what = next(iter(states(s["means"] for s in found)), "recalibrated")
     ratios = list(dict.fromkeys(s["ratio"] for s in found))
     table = columns("method", "scoring", *(f"{ratio:g}" for ratio in ratios))
     for method in dict.fromkeys(s["method"] for s in found):

@@ -2,6 +2,6 @@
 
 from sosp.comparison.cells import Cell, Plan
 from sosp.comparison.measure import compare
-from sosp.comparison.summary import Summary, summaries
+from sosp.comparison.summary import Summary, states, summaries
 
-__all__ = ["compare", "Plan", "Cell", "Summary", "summaries"]
+__all__ = ["compare", "Plan", "Cell", "Summary", "states", "summaries"]

@@ -63,11 +63,15 @@ def _cut(work: Work, cuts: Cutter, cells: Cells, on_cell: OnCell | None) -> None
     """The cells of a method and a seed that are not there yet, before any training."""
     for ratio in work.plan.ratios:
         known = cells.known.get((cuts.method, ratio, cuts.seed))
-        if known is None or (work.plan.repair and known.repaired is None and _repairable(known)):
+        if known is None:
             cell = _measured(work, cuts, ratio)
-            cells.keep(cell if known is None else replace(known, repaired=cell.repaired))
-            if on_cell is not None:
-                on_cell(cell)
+        elif work.plan.repair and known.repaired is None and _repairable(known):
+            cell = replace(known, repaired=_repaired(work, cuts.at(ratio).model, cuts.seed))
+        else:
+            continue
+        cells.keep(cell)
+        if on_cell is not None:
+            on_cell(cell)
 
 
 def _measured(work: Work, cuts: Cutter, ratio: float) -> Cell:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import mean, stdev
 
@@ -19,6 +19,15 @@ class Summary:
     means: Mapping[str, float]
     stds: Mapping[str, float]
     refusal: str = ""
+
+
+STATES = ("tuned", "repaired", "recalibrated", "masked")  # of a network's accuracy, the one to go by first
+
+
+def states(means: Iterable[Mapping[str, float]]) -> list[str]:
+    """Those that are there, in that order."""
+    known = {name for some in means for name in some}
+    return [state for state in STATES if state in known]
 
 
 FIGURES = (

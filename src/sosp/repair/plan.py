@@ -74,10 +74,10 @@ def tasks_of(pair: Pair, parts: Sequence[Part]) -> tuple[list[Task], dict[str, s
     """The layers to refit in the order of the network, and why others are left alone."""
     tasks: list[Task] = []
     left: dict[str, str] = {}
-    wrong = _tried(pair)
+    wrong, owners = _tried(pair), _owners(pair.small)
     inputs = sum(part.chunk.size for part in parts if not part.held)
     for number, name in enumerate(pair.here.order):
-        reason = wrong.get(name) or _reason(pair, name)
+        reason = wrong.get(name) or _reason(pair, name, owners)
         task = None if reason else _task(pair, name, number, inputs)
         if task is None:
             left[name] = reason or "it cannot be told which channels it has kept"
@@ -89,7 +89,7 @@ def tasks_of(pair: Pair, parts: Sequence[Part]) -> tuple[list[Task], dict[str, s
     return _fed(pair, tasks, inputs), left
 
 
-def _reason(pair: Pair, name: str) -> str:
+def _reason(pair: Pair, name: str, owners: Counter[int]) -> str:
     """Why a layer cannot be refitted."""
     layer = pair.small.get_submodule(name)
     norm = pair.here.bases[name].trail.norm
@@ -97,7 +97,7 @@ def _reason(pair: Pair, name: str) -> str:
         return "it is called several times"
     if not is_plain(layer):
         return "its weight is computed from others"
-    if _owners(pair.small)[id(layer.weight)] > 1:
+    if owners[id(layer.weight)] > 1:
         return "it shares its weight with another module"
     if pair.here.times[norm] > 1:
         return "its norm serves several layers"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
+from sosp.comparison import Plan, states
 from sosp.config import Config, Pruning
 from sosp.criteria import METHODS
 from sosp.models import parse
 from sosp.report.facts import Facts
 from sosp.report.section import Section
 from sosp.runs import FILES
-
-STATES = ("tuned", "repaired", "recalibrated", "masked")  # what a comparison goes by, if it has it
 
 
 def loading(config: Config, path: str) -> list[str]:
@@ -57,7 +56,7 @@ def _winner(facts: Facts) -> tuple[str, str] | None:
     if not able:
         return None
     mine = [s for s in able if s.ratio == max(s.ratio for s in able)]
-    state = next(name for name in STATES if any(name in s.means for s in mine))
+    state = states(s.means for s in mine)[0]
     best = max(mine, key=lambda s: s.means.get(state, 0.0))
     words = ["sosp", "prune", *_again(facts.record.config, best.method), "--method", best.method]
     words += ["--ratio", f"{best.ratio:g}", *(["--repair"] if state == "repaired" else [])]
@@ -67,13 +66,13 @@ def _winner(facts: Facts) -> tuple[str, str] | None:
 def _again(config: Config, method: str) -> list[str]:
     """The model, the data and the choices that a method was compared with, as words of a command."""
     how, usual = config.prune or Pruning(), Pruning()
-    coupled = how.groups == "coupled" or "coupled" in METHODS[method].needs
+    groups = Plan((method,), (0.5,), groups=how.groups).groups_for(method)
     flags = {
         "--weights": config.model.weights,
         "--width": _width(config.model.width),
         "--data": config.data.name,
         "--data-dir": config.data.folder,
-        "--groups": "coupled" if coupled else None,
+        "--groups": groups if groups != usual.groups else None,
         "--gate": how.gate if how.gate != usual.gate else None,
         "--examples": str(how.examples) if how.examples != usual.examples else None,
     }

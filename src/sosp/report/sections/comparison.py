@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from sosp.comparison import Summary
+from sosp.comparison import Summary, states
 from sosp.report.facts import Facts
 from sosp.report.look import BLUE, GREEN, INK, MUTED, PURPLE, SMALL, VERMILLION, Plot, blank
 from sosp.report.section import Cell, Number, Section, Table, large, many, whole
@@ -30,15 +30,15 @@ def section(facts: Facts) -> Section | None:
     found = facts.summaries
     if not found:
         return None
-    states = [state for state in STATES if any(state in s.means for s in found)][:2]
+    shown = states(s.means for s in found)[:2]
     before: Mapping[str, Any] | None = facts.results.get("compare", {}).get("before")
     seeds = max(s.seeds for s in found)
     words = [f"{many(len({s.method for s in found}), 'method')} on the same network, data and budget."]
     if seeds > 1:
         words.append(f"Means over {seeds} seeds, each with other examples to score with; bars are standard deviations.")
     words += dict.fromkeys(f"Refused: {s.method} at {s.ratio:g}: {s.refusal}" for s in found if s.refusal)
-    plots = tuple(curve(found, state, cost, before) for state in states for cost in COSTS)
-    tables = tuple(replace(table(found, state), folded=state != states[0]) for state in states)
+    plots = tuple(curve(found, state, cost, before) for state in shown for cost in COSTS)
+    tables = tuple(replace(table(found, state), folded=state != shown[0]) for state in shown)
     return Section("comparison", "Methods compared", tuple(words), plots, tables)
 
 
