@@ -85,6 +85,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--finetune", action="store_true")
     parser.add_argument("--finetune-cut", default="sosp-obs:4")
     parser.add_argument("--finetune-ratios", type=float, nargs="+", default=[0.5, 0.7])
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5, 20])
     parser.add_argument("--rates", type=float, nargs="+", default=[0.01, 0.05])
     parser.add_argument("--images", type=int, help="training images to fine-tune with; all unless told otherwise")
@@ -182,7 +183,7 @@ def finetuned(work: Work, options: argparse.Namespace, lines: Lines) -> None:
             keys = {
                 f"{start}-{ratio:g}": _tuning_key(work, options, ratio, start, epochs, rate)
                 for ratio in options.finetune_ratios
-                for start in STARTS
+                for start in options.starts
             }
             if all(map(lines.has, keys.values())):
                 continue
@@ -201,7 +202,7 @@ def _tuning_key(
 
 def _starts(work: Work, options: argparse.Namespace) -> dict[str, nn.Module]:
     found = {ratio: cut(work, options.finetune_cut, ratio).networks for ratio in options.finetune_ratios}
-    return {f"{start}-{ratio:g}": found[ratio][start] for ratio in found for start in STARTS}
+    return {f"{start}-{ratio:g}": found[ratio][start] for ratio in found for start in options.starts}
 
 
 def _keep(lines: Lines, keys: dict[str, dict[str, Any]], trained: Any) -> None:
