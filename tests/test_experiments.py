@@ -77,7 +77,8 @@ def test_a_name_reads_well() -> None:
 
 
 def test_the_settings_are_the_papers() -> None:
-    cells = [c for n in experiments.EXPERIMENTS for c in experiments.make(n).cells if isinstance(c, Pruned)]
+    every = [c for n in experiments.EXPERIMENTS for c in experiments.make(n).cells if isinstance(c, Pruned)]
+    cells = [cell for cell in every if cell.tuning.epochs]
     assert {cell.examples for cell in cells} == {1000}
     assert {cell.gate for cell in cells if cell.gate != "weights"} == {"features"}
     schedules = {(c.start.network, c.start.data): c.tuning for c in cells}
@@ -98,6 +99,17 @@ def test_the_first_experiment_has_the_cells_that_decide() -> None:
     assert {c.budget for c in first} == {("ratio", 0.5), ("ratio", 0.7)}
     featured = [c for c in cells if isinstance(c, Pruned) and c.gate == "features"]
     assert {(c.method, c.budget) for c in featured} == {(m, ("ratio", 0.5)) for m in ("sosp-h", "sosp-i")}
+
+
+def test_before_tuning_varies_what_may_be_the_reason() -> None:
+    cells = [c for c in experiments.make("before-tuning").cells if isinstance(c, Pruned)]
+    assert {cell.tuning.epochs for cell in cells} == {0}
+    for gate in ("weights", "features"):
+        found = {(c.method, c.budget[1], c.examples) for c in cells if c.gate == gate}
+        for method in ("sosp-h", "sosp-i", "first-order"):
+            assert found >= {(method, ratio, 1000) for ratio in (0.1, 0.3, 0.5, 0.7)} | {(method, 0.5, 5000)}
+    short = [c for c in experiments.in_epochs(experiments.make("before-tuning"), 30).cells if isinstance(c, Pruned)]
+    assert {(c.start.schedule.epochs, c.tuning.epochs) for c in short} == {(30, 0)}
 
 
 def test_all_of_the_runtime_table_is_there() -> None:
@@ -234,6 +246,7 @@ def test_a_record_of_another_cell_with_that_name_is_refused(tmp_path: Path) -> N
         ({"cell": {"kind": "odd"}}, "of kind 'odd'"),
         ({"origin": {**ORIGIN, "commit": ""}}, "does not say the commit"),
         ({"metrics": {k: v for k, v in FIGURES.items() if k != "final"}}, "has no final"),
+        ({"metrics": {k: v for k, v in FIGURES.items() if k != "cut"}}, "has no cut"),
         ({"metrics": {**FIGURES, "final": 91.2}}, "no share"),
         ({"metrics": {**FIGURES, "params": 10.5}}, "no whole number"),
         ({"metrics": {**FIGURES, "params": -1}}, "its params is -1"),
@@ -247,6 +260,15 @@ def test_malformed_records_are_refused(change: dict[str, Any], words: str, tmp_p
     with pytest.raises(RunError, match=re.escape(words)) as caught:
         read(path)
     assert str(path) in str(caught.value)
+
+
+def test_what_was_not_fine_tuned_has_no_final_accuracy(tmp_path: Path) -> None:
+    cell = replace(CELL, tuning=replace(CELL.tuning, epochs=0))
+    figures = {k: v for k, v in FIGURES.items() if k not in ("first", "final", "best")}
+    path = write(tmp_path, record(cell, metrics=figures), "some")
+    assert read(path).metrics == figures
+    with pytest.raises(RunError, match="has no first"):
+        write(tmp_path, record(CELL, metrics=figures), "some")
 
 
 def test_what_is_no_json_is_refused(tmp_path: Path) -> None:

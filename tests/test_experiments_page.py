@@ -116,6 +116,7 @@ def test_every_number_of_the_page_is_a_records_or_the_papers(results: Path) -> N
             known |= {f"{mean(values) / 1e3:.0f}", f"{mean(values) / 1e6:.2f}"}
         for name, whole in (("params", 853018), ("macs", 125_485_696)):
             known.add(f"{100 * (1 - mean(one[name] for one in mine) / whole):.2f}")
+    known |= {str(r["cell"]["examples"]) for r in raw if r["cell"]["kind"] == "pruned"}
     known |= {"93.39", "853", "125.49", "31", "32", "33", "34"}
     known |= {"93.15", "0.15", "84.28", "0.65", "338", "55.00", "90.72", "270", "32.00"}
     words = re.sub(r"`[^`]*`|!\[.*\)|c0ffee|^- .*: \d of \d cells$|Tab\. \d+", "", text, flags=re.MULTILINE)
@@ -159,6 +160,10 @@ HIGH, LOW, NEAR = Stat(0.93, 0.001, 3), Stat(0.92, 0.002, 3), Stat(0.9295, 0.001
         (HIGH, NEAR, "equal", "final", "confirmed"),
         (HIGH, LOW, "equal", "final", "different"),
         (HIGH, replace(LOW, count=1), "better", "final", "undecided"),
+        (HIGH, replace(LOW, mean=9.2, count=1), "better", "seconds", "undecided"),
+        (HIGH, replace(LOW, mean=9.4, count=1), "better", "seconds", "confirmed"),
+        (replace(LOW, mean=9.4, count=1), HIGH, "better", "seconds", "contradicted"),
+        (replace(LOW, mean=9.4, count=1), HIGH, "better", "final", "undecided"),
     ],
 )
 def test_claims_are_judged_by_a_rule(mine: Stat, other: Stat, relation: str, by: str, found: str) -> None:
@@ -176,7 +181,7 @@ def test_claims_are_judged_where_both_sides_are_measured_alike(results: Path) ->
     assert "### What we could not confirm" not in text
     turned = replace(SOME, claims=(Claim("first order helps", 34, "first-order", "sosp-h"),))
     assert "### What we could not confirm" in pages([turned], results).texts["some.md"]
-    assert "everything is confirmed" in pages([SOME], results).texts["index.md"]
+    assert "all are confirmed" in pages([SOME], results).texts["index.md"]
     part = pages([turned], results).texts["index.md"].split("## What we could not confirm")[1]
     assert '"First order helps" (line 34 of the paper), by the final accuracy:' in part
     assert "contradicted" in part
@@ -189,6 +194,11 @@ def test_accuracies_that_differ_from_the_papers_are_named(results: Path) -> None
     assert "the paper has 84.28 ± 0.65 (line 31)" in found[0]
     paper = replace(SOME.published[0], accuracy=94.0, before=None)
     assert "final: " in next(departures(rows(replace(SOME, published=(paper,)), results), "final"))
+    index = pages([SOME], results).texts["index.md"]
+    assert "## Accuracies that differ from the paper's\n\n### [some](some.md)\n\nBy more" in index
+    assert f"\n- {found[0]}\n" in index
+    near = pages([replace(SOME, published=(replace(SOME.published[0], before=None),))], results).texts["index.md"]
+    assert "that differ" not in near
 
 
 def test_the_papers_row_beside_a_cell() -> None:
@@ -233,6 +243,30 @@ def test_shorter_runs_have_a_part_of_their_own(results: Path) -> None:
     assert "93.15 ± 0.15" not in part  # the paper trained for longer
 
 
+def test_without_fine_tuning_the_papers_accuracy_before_it_is_shown(results: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    never, paper = replace(START.schedule, epochs=0), replace(SOME.published[0], accuracy=None, std=None)
+    cells = tuple(replace(cell, tuning=never) for cell in SOME.cells)  # type: ignore[call-arg]
+    claim = Claim("second order helps", 34, "sosp-h", "first-order", by="recalibrated")
+    found = replace(SOME, name="never", cells=cells, beside="zeroed", published=(paper,), claims=(claim,))
+    more = replace(cells[0], examples=5000)  # type: ignore[call-arg]
+    for cell, share in zip((*cells, more), (0.9, 0.91, 0.92, 0.8, 0.81, 0.82, 0.89), strict=True):
+        figure = {name: value for name, value in figures(share).items() if name not in ("first", "final", "best")}
+        keep(results, record(cell, figure), "never")
+    found = replace(found, cells=(*cells, more))
+    text = pages([SOME, found], results).texts["never.md"]
+    heads, first, *_ = table_of(text, "resnet56-cifar10: accuracy")
+    wanted = "method, gate, asked for, examples, seeds, θ∖M, paper: before, cut, renewed, line"
+    assert ", ".join(heads) == wanted
+    assert first[3:7] == ["1000", "3 of 3", "31.00 ± 1.00", "84.28 ± 0.65"]
+    assert "Fine-tuned" not in text
+    assert "In 0 epochs" not in text
+    assert text.count(": confirmed") == 1  # the row with more examples has no other side
+    write([SOME, found], results, tmp_path / "docs")
+    drawn = (tmp_path / "docs" / "never-resnet56-cifar10.svg").read_text()
+    assert all(word in drawn for word in ("sosp-h (paper)", "sosp-h, 5000 examples", "the accuracy of θ∖M"))
+
+
 def test_remarks_are_words_without_numbers(results: Path) -> None:
     path = results / "some" / "remarks.txt"
     path.write_text("The paper's code is not the one we ran.\n")
@@ -263,7 +297,9 @@ def test_a_page_that_was_tampered_with_is_found(results: Path, tmp_path: Path) -
     assert "is not what the records say" in check([SOME], results, docs)[0]
     page.write_text(right)
     keep(results, record(SOME.cells[0], figures(0.9399)), "some")
-    assert {complaint.split(":")[0] for complaint in check([SOME], results, docs)} == {str(page), str(drawn)}
+    assert {complaint.split(":")[0] for complaint in check([SOME], results, docs)} == {
+        str(path) for path in (docs / "index.md", page, drawn)
+    }
     (docs / "old.svg").write_text("")
     write([SOME], results, docs)
     assert check([SOME], results, docs) == []
@@ -291,7 +327,8 @@ def test_the_records_of_this_repository_are_well_formed() -> None:
 
 
 def lengths(experiment: Experiment) -> list[Experiment]:
-    found = {r.cell["tuning"]["epochs"] for _, r in everything(HERE / "results") if r.cell["kind"] == "pruned"}
+    pruned = [r.cell for _, r in everything(HERE / "results") if r.cell["kind"] == "pruned"]
+    found = {max(cell["tuning"]["epochs"], cell["start"]["schedule"]["epochs"]) for cell in pruned}
     return [experiments.in_epochs(experiment, epochs) for epochs in sorted(found)]
 
 

@@ -30,6 +30,7 @@ FULL = os.environ.get("SOSP_TEST_FULL") == "1"
 # Experiment -> the cells of its tiny variant that are run here; all of them with SOSP_TEST_FULL=1.
 SOME = {
     "resnet56-cifar10": r"sosp-h-.*weights|sosp-i-.*features",
+    "before-tuning": r"sosp-h-.*features",
     "runtime": r"x0\.25-",
     "global-high": r"slimming0.0001-.*-slimming-params",
     "amc-plainnet20": r"amc",
@@ -126,6 +127,24 @@ def test_a_pruned_cell_is_what_its_steps_give(home: Path, pattern: str) -> None:
     assert list(record.history["test"]) == [found["final"]]
     assert record.start["accuracy"] == sosp.evaluate(model, data.test).top1
     assert record.start["params"] == sum(p.numel() for p in model.parameters())
+
+
+def test_without_fine_tuning_a_record_ends_with_the_cut(home: Path) -> None:
+    cell, record = one(home, "before-tuning", "sosp-h-.*features")
+    _, tuned = one(home, "resnet56-cifar10", "sosp-i-.*features")
+    assert record.metrics.keys() == tuned.metrics.keys() - {"first", "final", "best"}
+    assert record.history == {"test": [], "loss": [], "seconds": []}
+    assert record.seconds["tune"] == 0
+    data = sosp.data.digits()
+    model = sosp.load(
+        home / "work" / NETWORKS / f"{cell.start.name}.safetensors", models.make("sosp:digits_resnet", width=0.25)
+    )
+    batches = list(data.train.subset(100, 0).ordered(batch=250))
+    example = batches[0][0]
+    structures = sosp.find_structures(model, example, exclude=sosp.downsampling(model))
+    saliency = sosp.score(model, batches, method="sosp-h", structures=structures, examples=100)
+    small = sosp.shrink(model, sosp.select(saliency, ratio=0.5), example)
+    assert record.metrics["cut"] == sosp.evaluate(small, data.test).top1
 
 
 def test_zeroed_is_the_papers_theta_without_m() -> None:

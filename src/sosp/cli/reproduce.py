@@ -172,9 +172,9 @@ def _cell(facts: Mapping[str, Any]) -> str:
     if "seconds" in facts:
         return f"{facts['cell']}: {facts['seconds']:.3g} s, {facts['structures']:,} structures"
     size = f"{facts['params']:,} parameters, {large(facts['macs'])} MACs"
-    if "final" not in facts:
-        return f"{facts['cell']}: {share(facts['accuracy'])}, {size}"
-    return f"{facts['cell']}: {share(facts['final'])} (best {share(facts['best'])}), {size}"
+    if "final" in facts:
+        return f"{facts['cell']}: {share(facts['final'])} (best {share(facts['best'])}), {size}"
+    return f"{facts['cell']}: {share(facts['accuracy'] if 'accuracy' in facts else facts['cut'])}, {size}"
 
 
 LINES = {

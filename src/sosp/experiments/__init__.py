@@ -20,9 +20,11 @@ from sosp.experiments.records import Record
 from sosp.experiments.resnet56 import resnet56
 from sosp.experiments.runner import State, run, state
 from sosp.experiments.runtime import runtime
+from sosp.experiments.untuned import before_tuning
 
 EXPERIMENTS: dict[str, Callable[[], Experiment]] = {
     "resnet56-cifar10": resnet56,
+    "before-tuning": before_tuning,
     "runtime": runtime,
     "global-high": global_high,
     "global-medium": global_medium,

@@ -72,10 +72,9 @@ class Trained:
         return replace(self, seed=seed, grown=self.grown.seeded(seed) if self.grown else None)
 
     def in_epochs(self, epochs: int) -> Trained:
-        """The same with a shorter schedule; what is not trained stays so."""
+        """The same with a shorter schedule."""
         grown = self.grown.in_epochs(epochs) if self.grown else None
-        shorter = in_epochs(self.schedule, epochs) if self.schedule.epochs else self.schedule
-        return replace(self, schedule=shorter, grown=grown)
+        return replace(self, schedule=in_epochs(self.schedule, epochs), grown=grown)
 
     def tiny(self) -> Trained:
         width, grown = TINY_WIDTH * self.width, self.grown.tiny() if self.grown else None
@@ -133,8 +132,9 @@ class Pruned:
 
     def tiny(self) -> Pruned:
         start, budget = self.start.tiny(), (self.budget[0], 0.5)
+        tuning = replace(TINY, epochs=min(TINY.epochs, self.tuning.epochs))
         few = 4 if self.method == "amc" else self.episodes
-        return replace(self, start=start, budget=budget, tuning=TINY, seed=0, cap=None, examples=100, episodes=few)
+        return replace(self, start=start, budget=budget, tuning=tuning, seed=0, cap=None, examples=100, episodes=few)
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,8 @@ KINDS: dict[str, type[Any]] = {"trained": Trained, "pruned": Pruned, "timed": Ti
 
 
 def in_epochs(schedule: Schedule, epochs: int) -> Schedule:
-    """The same shape in so many epochs; milestones are shares."""
-    return replace(schedule, epochs=epochs)
+    """The same shape in so many epochs: milestones are shares. What is not trained stays so."""
+    return replace(schedule, epochs=epochs) if schedule.epochs else schedule
 
 
 def document(cell: Cell) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Experiment:
     cells: tuple[Cell, ...]
     published: tuple[Published, ...] = ()
     claims: tuple[Claim, ...] = ()
-    beside: str = "final"  # or "best": which of our accuracies stands beside the paper's
+    beside: str = "final"  # which of our accuracies stands beside the paper's: or "best"; "zeroed" without fine-tuning
     together: int = 8  # networks that are trained side by side on a GPU
     notes: tuple[str, ...] = ()  # on the setting, without numbers
 

@@ -20,9 +20,10 @@ COUNTS = ("structures", "removed", "params", "macs", "params_alternative", "macs
 # Kind of cell -> the figures that a finished one has.
 NEEDED = {
     "trained": ("accuracy", "params", "macs"),
-    "pruned": ("params", "macs", "cut", "first", "final", "best"),
+    "pruned": ("params", "macs", "cut"),
     "timed": ("seconds", "structures"),
 }
+TUNED = ("first", "final", "best")  # and that one has which was fine-tuned
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ def problems(record: Record, stem: str) -> Iterator[str]:
     if record.state != "done" and not record.reason:
         yield f"it is {record.state} without a reason"
     if record.state == "done":
-        yield from (f"it has no {name}" for name in NEEDED[kind] if name not in record.metrics)
+        tuned = TUNED if record.cell.get("tuning", {}).get("epochs") else ()
+        yield from (f"it has no {name}" for name in (*NEEDED[kind], *tuned) if name not in record.metrics)
     yield from _impossible(record.metrics)
     missing = [key for key in ("commit", "torch", "hardware", "begun") if not record.origin.get(key)]
     yield from (f"its origin does not say the {key}" for key in missing)

@@ -163,7 +163,8 @@ def _tune(
     watch: Watcher,
 ) -> None:
     place = bench.setting.work / experiment.name
-    watch.event("begin", {"cells": list(cells), "epochs": group.training.schedule.epochs * group.training.cycles})
+    if epochs := group.training.schedule.epochs * group.training.cycles:
+        watch.event("begin", {"cells": list(cells), "epochs": epochs})
     small = {name: cut.model for name, cut in cuts.items()}
     done = together.trained(bench, group, small, {n: c.seed for n, c in cells.items()}, place, watch)
     for name, (_, history) in done.items():
@@ -174,12 +175,13 @@ def _tune(
 
 def _finished(bench: Bench, cell: Pruned, experiment: Experiment, cut: Cut, history: tuple[Epoch, ...]) -> Record:
     tested = [e.test.top1 for e in history if e.test is not None]
+    tuned = {"first": tested[0], "final": tested[-1], "best": max(tested)} if tested else {}
     return Record(
         document(cell),
         cell.name,
         experiment.name,
         "done",
-        metrics={**cut.metrics, "first": tested[0], "final": tested[-1], "best": max(tested)},
+        metrics={**cut.metrics, **tuned},
         history={"test": tested, "loss": [e.loss for e in history], "seconds": [e.seconds for e in history]},
         seconds={**cut.seconds, "tune": sum(e.seconds for e in history)},
         start=networks.begun_with(bench, cell.start),

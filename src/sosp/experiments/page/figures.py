@@ -10,7 +10,9 @@ from typing import Any
 
 from sosp.experiments.cells import Pruned, Timed
 from sosp.experiments.definition import Experiment, Published
+from sosp.experiments.page.findings import WORDS
 from sosp.experiments.page.rows import Row
+from sosp.experiments.page.words import examples
 from sosp.models.source import package
 
 AXES = {"params": "parameters", "macs": "MACs"}
@@ -50,12 +52,16 @@ def figures(experiment: Experiment, rows: Sequence[Row], suffix: str = "") -> li
 
 
 def _curves(experiment: Experiment, place: str, rows: list[Row], suffix: str) -> Figure:
-    published = [p for p in experiment.published if f"{p.network}-{p.data}" == place and p.accuracy is not None]
+    published = [p for p in experiment.published if f"{p.network}-{p.data}" == place]
     panels = tuple(
-        (name, "accuracy in percent", (*_mine(rows, axis, experiment.beside), *_theirs(published, axis)))
+        (
+            name,
+            "accuracy in percent",
+            (*_mine(rows, axis, experiment.beside), *_theirs(published, axis, experiment.beside)),
+        )
         for axis, name in AXES.items()
     )
-    return Figure(f"{experiment.name}-{place}{suffix}", f"{place}, {experiment.beside} accuracy", panels)
+    return Figure(f"{experiment.name}-{place}{suffix}", f"{place}, {WORDS[experiment.beside]}", panels)
 
 
 def _mine(rows: list[Row], axis: str, beside: str) -> tuple[Line, ...]:
@@ -63,18 +69,19 @@ def _mine(rows: list[Row], axis: str, beside: str) -> tuple[Line, ...]:
     for row in rows:
         assert isinstance(row.cell, Pruned)
         x, y = row.stat(axis), row.stat(beside)
-        gate = "" if row.cell.gate == "weights" else f", {row.cell.gate}"
+        gate = ("" if row.cell.gate == "weights" else f", {row.cell.gate}") + examples(row.cell)
         if x is not None and y is not None:
             groups.setdefault(f"{row.cell.label}{gate}", []).append((x.mean, 100 * y.mean, 100 * y.std))
     return tuple(Line(label, tuple(sorted(points)), True) for label, points in groups.items())
 
 
-def _theirs(published: list[Published], axis: str) -> tuple[Line, ...]:
+def _theirs(published: list[Published], axis: str, beside: str) -> tuple[Line, ...]:
     groups: dict[str, list[tuple[float, float, float]]] = {}
     for row in published:
+        y, std = (row.before, row.before_std) if beside == "zeroed" else (row.accuracy, row.std)
         x = getattr(row, axis)
-        if x is not None and row.accuracy is not None:
-            groups.setdefault(row.method, []).append((x, row.accuracy, row.std or 0.0))
+        if x is not None and y is not None:
+            groups.setdefault(row.method, []).append((x, y, std or 0.0))
     return tuple(Line(f"{label} (paper)", tuple(sorted(points)), False) for label, points in groups.items())
 
 

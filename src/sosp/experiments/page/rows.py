@@ -92,7 +92,7 @@ def shortened(experiment: Experiment, results: Path) -> Iterator[tuple[int, Expe
     """The lengths, other than the paper's, for which there are records; with the experiment of that length."""
     own = {cell.name for cell in experiment.cells}
     found = {
-        record.cell["tuning"]["epochs"]
+        max(record.cell["tuning"]["epochs"], record.cell["start"]["schedule"]["epochs"])
         for path, record in everything(results)
         if path.parent.name == experiment.name and record.cell["kind"] == "pruned" and record.name not in own
     }

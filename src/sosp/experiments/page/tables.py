@@ -12,10 +12,13 @@ from sosp.experiments.page.words import NONE, asked, percent, printed, seeds, si
 LEGEND = (
     "Accuracies on the test data in percent. Before fine-tuning: in θ∖M the weights of the removed structures are zero "
     "and batch norms stay (the paper's definition); *cut* is the network that is built, in which the shift of their "
-    "batch norms is gone as well; *renewed* is the same with batch norm statistics taken anew. Fine-tuned: after its "
-    "first epoch, the *final* one, and the *best*. Parameters and MACs are those of the module that is built; the "
-    "alternative count is that of App. D. The paper's accuracy stands beside our {beside} one; lines are those of "
-    "its source."
+    "batch norms is gone as well; *renewed* is the same with batch norm statistics taken anew. {tuned}Parameters and "
+    "MACs are those of the module that is built; the alternative count is that of App. D. Lines are those of the "
+    "paper's source."
+)
+TUNED = (
+    "Fine-tuned: after its first epoch, the *final* one, and the *best*. The paper's accuracy stands beside our "
+    "{beside} one. "
 )
 
 
@@ -24,7 +27,8 @@ def tables(rows: Sequence[Row], published: Sequence[Published], beside: str) -> 
     used = {row.beside.line for row in rows if row.beside is not None}
     pruned = [row for row in rows if isinstance(row.cell, Pruned)]
     parts = [_part("Networks", NETWORKS, [row for row in rows if isinstance(row.cell, Trained)], 3)]
-    parts += [[LEGEND.format(beside=beside)]] if pruned else []
+    tuned = "" if beside == "zeroed" else TUNED.format(beside=beside)
+    parts += [[LEGEND.format(tuned=tuned)]] if pruned else []
     for place in dict.fromkeys(row.cell.place for row in pruned):
         mine = sorted((row for row in pruned if row.cell.place == place), key=_budget)
         parts += [_part(f"{place}: accuracy", ACCURACY, mine, 3), _part(f"{place}: size", SIZE, mine, 3)]
@@ -135,6 +139,7 @@ NETWORKS: Columns = {
 }
 ACCURACY: Columns = {
     **NAMED,
+    "examples": lambda row: str(row.cell.examples) if isinstance(row.cell, Pruned) else NONE,
     "seeds": seeds,
     "θ∖M": _share("zeroed"),
     "paper: before": _paper("before"),

@@ -56,6 +56,11 @@ def asked(cell: Cell) -> str:
     return f"{100 * value:.2f} % of {word} left" if value <= 1 else f"{size(value)} {word} left"
 
 
+def examples(cell: Pruned) -> str:
+    """Where they are not as many as the paper has."""
+    return "" if cell.examples == Pruned.examples else f", {cell.examples} examples"
+
+
 def seeds(row: Row) -> str:
     return f"{len(row.done)} of {row.wanted}"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sosp.errors import RunError
 from sosp.experiments.definition import Experiment
-from sosp.experiments.page.compose import RULE, claims, is_refuted, page
+from sosp.experiments.page.compose import RULE, claims, differing, is_refuted, page
 from sosp.experiments.page.figures import Figure, draw
 from sosp.experiments.page.findings import findings
 from sosp.experiments.page.rows import orphans, rows, shortened
@@ -61,16 +61,24 @@ def index(experiments: Sequence[Experiment], results: Path) -> str:
 
 
 def _refuted(experiments: Sequence[Experiment], results: Path) -> list[str]:
-    """What could not be confirmed, all in one place; and whether anything could."""
-    lines, decided = ["## What we could not confirm", ""], 0
+    """What could not be confirmed and which accuracies differ, all in one place; and whether anything is decided."""
+    lines, apart, decided = ["## What we could not confirm", ""], [], 0
     for experiment in experiments:
-        said = [f for f in findings(experiment, rows(experiment, results)) if f.verdict != "undecided"]
+        found = rows(experiment, results)
+        said = [f for f in findings(experiment, found) if f.verdict != "undecided"]
         decided += len(said)
+        title = f"### [{experiment.name}]({experiment.name}.md)"
         if against := [finding for finding in said if is_refuted(finding)]:
-            lines += [f"### [{experiment.name}]({experiment.name}.md)", "", *claims(against)]
+            lines += [title, "", *claims(against)]
+        if other := differing(experiment, found):
+            apart += [title, "", *other]
     if not decided:
-        return [*lines, "Nothing is measured with more than one seed yet, so that nothing is decided.", ""]
-    return [*lines, RULE, ""] if len(lines) > 2 else [*lines, "Of what is decided, everything is confirmed.", ""]
+        lines += ["Nothing is measured with more than one seed yet, so that no claim is decided.", ""]
+    elif len(lines) > 2:
+        lines += [RULE, ""]
+    else:
+        lines += ["Of the claims that are decided, all are confirmed.", ""]
+    return [*lines, *(["## Accuracies that differ from the paper's", "", *apart] if apart else [])]
 
 
 def write(experiments: Sequence[Experiment], results: Path, folder: Path) -> list[Path]:
