@@ -1,5 +1,7 @@
 """Repair a cut network: redundant channels leave no trace, errors on the way are made up for, nothing gets worse."""
 
+import copy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,11 +14,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import sosp
 from cases import case, names
 from sosp.repair import FewInputsWarning, plan
+from sosp.repair.level import level
+from sosp.repair.trails import follow_layers
 from test_preserve import check_unchanged
 
 INPUTS = 240
 EXACT = 1e-8  # normal equations of a few dozen unknowns in double, squared condition numbers up to 1e6
 
+LEVELLED = ("conv-bn", "residual", "depthwise")  # layers with batch norms of their own, which no one else looks at
 # Network -> layer -> (kept, copied): what the second channel gives is made a copy of what the first one gives.
 COPIES: dict[str, dict[str, list[tuple[int, int]]]] = {
     "mlp": {"fc1": [(0, 1), (2, 3)], "fc2": [(4, 5)]},
@@ -180,6 +185,58 @@ def test_norms_know_the_statistics_of_what_they_are_given(name: str) -> None:
             torch.testing.assert_close(norm.running_var, y.var((0, 2, 3)), rtol=0.5, atol=0.2)
             checked += 1
     assert checked >= 2
+
+
+@pytest.mark.parametrize("name", names())
+def test_filters_keep_their_length_and_the_network_its_function(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that fine-tuning turns them at the rate it is asked for."""
+    model, small, x = randomly_cut(name)
+    found = sosp.repair(small, model, x).model
+    refit: Any = sys.modules["sosp.repair.refit"]
+    monkeypatch.setattr(refit, "level", lambda *given: None)
+    longer = sosp.repair(small, model, x).model
+    assert off(found.eval(), longer.eval(), x) < EXACT
+    changed = 0
+    for layer, norm in case(name).layers.items():
+        if isinstance(small.get_submodule(norm or ""), nn.BatchNorm2d) and name in LEVELLED:
+            a, b, c = (net.get_submodule(layer).weight.flatten(1).norm(dim=1) for net in (small, found, longer))
+            torch.testing.assert_close(b, a)
+            changed += not torch.allclose(a, c)
+    assert changed or name not in LEVELLED
+
+
+class Peeked(nn.Module):
+    """Something else than its norm reads what a layer computes."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.a, self.bn = how, nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6)
+        self.b, self.head = nn.Conv2d(6, 6, 1), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        raw = self.a(x)
+        y = self.b(self.bn(raw).relu())
+        y = y + raw if self.how == "added" else y
+        y = self.head(y.mean((2, 3)))
+        return (y, raw) if self.how == "returned" else y
+
+
+@pytest.mark.parametrize("how", ["alone", "added", "returned"])
+def test_filters_that_others_read_are_left_as_long_as_they_are(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Peeked(how).double().eval()
+    x = inputs(torch.zeros(1, 3, 4, 4, dtype=torch.float64))
+    trails = follow_layers(model, lambda m: m(x[:4]))[0]
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.a.weight *= 2
+        longer = twin.a.weight.clone()
+        want = twin(x)
+        level(model, twin, trails, ["a"])
+        torch.testing.assert_close(twin(x), want)
+    assert torch.equal(twin.a.weight, longer) == (how != "alone")
+    torch.testing.assert_close(twin.a.weight, model.a.weight if how == "alone" else longer)
 
 
 def test_channels_kept_as_zeros_stay_zero() -> None:

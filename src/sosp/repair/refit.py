@@ -20,6 +20,7 @@ from sosp.repair.answers import Likeness, answers
 from sosp.repair.collect import Collector, Positions, Seen, Task, chains, equations
 from sosp.repair.inputs import Part, chunks_of, parts_of
 from sosp.repair.layouts import matrix
+from sosp.repair.level import level
 from sosp.repair.measures import Measure, divergence, squares
 from sosp.repair.memory import Memory
 from sosp.repair.pairs import recipes_between
@@ -67,6 +68,7 @@ def repair(
         tasks, left = tasks_of(pair, parts)
         found = _repaired(Work(twin, model, parts, loss, Positions(seed), pair.here), tasks, sweeps)
     twin.load_state_dict(found.state)  # borrowing gave the old statistics back
+    level(small, twin, pair.here, [task.layer for task in tasks])
     known = {error.layer: error for error in found.errors}
     layers = [known.get(n) or LayerError(n, 0.0, 0.0, None, 0, 0, left[n]) for n in pair.here.order]
     total, seconds = sum(part.chunk.size for part in parts), time.perf_counter() - started

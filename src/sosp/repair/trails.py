@@ -78,6 +78,7 @@ class Trails(Watch):
         self.bases: dict[str, Point] = {}  # behind the layer's own norm, or itself: before any sum
         self.now: dict[str, Value] = {}  # layer -> the newest value that it stands in alone
         self.given: dict[str, Value] = {}  # layer -> what it reads
+        self.made: dict[str, Value] = {}  # layer -> what it computes
         self.weights: dict[str, Use | None] = {}  # layer -> how it used its weight
         self.sums: list[dict[str, Trail]] = []  # the layers that stand in each addition
         self.homes: list[str] = []  # the module each addition was made in
@@ -191,7 +192,7 @@ class Trails(Watch):
         places = through(module, torch.arange(kind.channels(module), device=y.tensor.device))
         trail = Trail(places, y.tensor.new_ones(len(places)))
         y.age, y.trails = len(self.order), {name: trail}
-        self.given[name], self.weights[name] = x, self.used
+        self.given[name], self.made[name], self.weights[name] = x, y, self.used
         self.order.append(name)
         self.move(name, y, Point(name, channel_axis(module, y.tensor), trail, needs=x.age))
 
@@ -212,6 +213,10 @@ class Trails(Watch):
         alone = len(value.uses) == 1 and len(source.uses) == 1
         same = layer is not None and source.trails[layer] is self.points[layer].trail
         return (layer, act) if layer is not None and alone and same else None
+
+    def is_read_once(self, name: str) -> bool:
+        """Nothing but one op or module sees what the layer computes: its norm, where it has one."""
+        return len(self.made[name].uses) == 1
 
     def clip(self, name: str) -> Range:
         """The range that the one op behind a layer's point lets through."""
@@ -244,6 +249,9 @@ def follow_layers(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[Tr
     trails = Trails(model)
     with trails.hooked():
         outputs = run(model)
+    for y in tree_leaves(outputs):
+        if isinstance(y, Tensor):
+            trails.value(y).uses.append(None)  # by whoever called the network
     trails.spans = {n: span for n, span in trails.spans.items() if trails.calls[n] == 1}
     trails.points = {n: replace(point, clip=trails.clip(n)) for n, point in trails.points.items()}
     return trails, outputs
