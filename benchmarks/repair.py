@@ -12,7 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Work:
     inputs: int  # to repair with
     examples: int  # to score with
     sweeps: int  # of the repair
+    cuts: dict[tuple[str, float], Cut] = field(default_factory=dict)  # that are made, by method and ratio
 
     @property
     def loader(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -135,7 +136,13 @@ def prepared(options: argparse.Namespace) -> Work:
 
 
 def cut(work: Work, name: str, ratio: float) -> Cut:
-    """By a method, in so many rounds: ``sosp-obs:4``."""
+    """By a method, in so many rounds: ``sosp-obs:4``; made once."""
+    if (name, ratio) not in work.cuts:
+        work.cuts[name, ratio] = _cut(work, name, ratio)
+    return work.cuts[name, ratio]
+
+
+def _cut(work: Work, name: str, ratio: float) -> Cut:
     method, _, rounds = name.partition(":")
     loader = work.loader
     example = loader[0][0][:8]

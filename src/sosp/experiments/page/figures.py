@@ -130,6 +130,10 @@ def _panel(axes: Any, lines: Sequence[Line], *, seconds: bool, last: bool) -> No
     if seconds:
         axes.set_xscale("log")
         axes.set_yscale("log")
+        axes.set_xticks(sorted({x for line in lines for x, _, _ in line.points}))
+        axes.xaxis.set_minor_locator(package("matplotlib.ticker").NullLocator())
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.yaxis.set_major_formatter("{x:g}")
     else:
         axes.xaxis.set_major_formatter(package("matplotlib.ticker").EngFormatter())
     axes.grid(alpha=0.3)
