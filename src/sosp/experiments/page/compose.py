@@ -76,16 +76,10 @@ def _verdicts(experiment: Experiment, found: Sequence[Row]) -> list[str]:
     lines += ["### What we could not confirm", "", *claims(rest)] if rest else []
     lines += ["### Undecided: one run on a side", "", *claims(open_)] if open_ else []
     lines += [RULE, ""] if said else []
-    if apart := differing(experiment, found):
-        lines += ["### Accuracies that differ from the paper's", "", *apart]
+    if apart := list(departures(found, experiment.beside)):
+        lines += ["### Accuracies that differ from the paper's", ""]
+        lines += [f"By more than both deviations together and more than {TOLERANCE} points:", "", *_bullets(apart)]
     return lines + _starts(found)
-
-
-def differing(experiment: Experiment, found: Sequence[Row]) -> list[str]:
-    """Accuracies that are not the paper's, with the rule; nothing where there are none."""
-    apart = list(departures(found, experiment.beside))
-    words = f"By more than both deviations together and more than {TOLERANCE} points:"
-    return [words, "", *_bullets(apart)] if apart else []
 
 
 def is_refuted(finding: Finding) -> bool:

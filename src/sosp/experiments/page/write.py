@@ -9,9 +9,9 @@ from pathlib import Path
 
 from sosp.errors import RunError
 from sosp.experiments.definition import Experiment
-from sosp.experiments.page.compose import RULE, claims, differing, is_refuted, page
+from sosp.experiments.page.compose import RULE, claims, is_refuted, page
 from sosp.experiments.page.figures import Figure, draw
-from sosp.experiments.page.findings import findings
+from sosp.experiments.page.findings import TOLERANCE, departures, findings
 from sosp.experiments.page.rows import orphans, rows, shortened
 from sosp.experiments.page.words import table
 from sosp.experiments.runner import state
@@ -67,18 +67,19 @@ def _refuted(experiments: Sequence[Experiment], results: Path) -> list[str]:
         found = rows(experiment, results)
         said = [f for f in findings(experiment, found) if f.verdict != "undecided"]
         decided += len(said)
-        title = f"### [{experiment.name}]({experiment.name}.md)"
+        link = f"[{experiment.name}]({experiment.name}.md)"
         if against := [finding for finding in said if is_refuted(finding)]:
-            lines += [title, "", *claims(against)]
-        if other := differing(experiment, found):
-            apart += [title, "", *other]
+            lines += [f"### {link}", "", *claims(against)]
+        if count := len(list(departures(found, experiment.beside))):
+            apart.append(f"- {link}: {count}")
     if not decided:
         lines += ["Nothing is measured with more than one seed yet, so that no claim is decided.", ""]
     elif len(lines) > 2:
         lines += [RULE, ""]
     else:
         lines += ["Of the claims that are decided, all are confirmed.", ""]
-    return [*lines, *(["## Accuracies that differ from the paper's", "", *apart] if apart else [])]
+    words = f"On their pages, by more than both deviations together and more than {TOLERANCE} points:"
+    return [*lines, *(["## Accuracies that differ from the paper's", "", words, "", *apart, ""] if apart else [])]
 
 
 def write(experiments: Sequence[Experiment], results: Path, folder: Path) -> list[Path]:
