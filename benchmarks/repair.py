@@ -184,7 +184,6 @@ def _clock(work: Work) -> float:
 
 def finetuned(work: Work, options: argparse.Namespace, lines: Lines) -> None:
     """All ratios and starts side by side, for every number of epochs and every rate."""
-    made: dict[str, nn.Module] = {}
     for epochs in options.epochs:
         for rate in options.rates:
             keys = {
@@ -194,9 +193,8 @@ def finetuned(work: Work, options: argparse.Namespace, lines: Lines) -> None:
             }
             if all(map(lines.has, keys.values())):
                 continue
-            made = made or _starts(work, options)
             schedule = sosp.Schedule(epochs=epochs, rate=rate, shape="cosine")
-            trained = sosp.train(made, work.data, schedule, device=work.device, seed=0)
+            trained = sosp.train(_starts(work, options), work.data, schedule, device=work.device, seed=0)
             _keep(lines, keys, trained)
 
 

@@ -69,9 +69,11 @@ def _mine(rows: list[Row], axis: str, beside: str) -> tuple[Line, ...]:
     for row in rows:
         assert isinstance(row.cell, Pruned)
         x, y = row.stat(axis), row.stat(beside)
-        gate = ("" if row.cell.gate == "weights" else f", {row.cell.gate}") + examples(row.cell)
+        gate = "" if row.cell.gate == "weights" else f", {row.cell.gate}"
         if x is not None and y is not None:
-            groups.setdefault(f"{row.cell.label}{gate}", []).append((x.mean, 100 * y.mean, 100 * y.std))
+            groups.setdefault(f"{row.cell.label}{gate}{examples(row.cell)}", []).append(
+                (x.mean, 100 * y.mean, 100 * y.std)
+            )
     return tuple(Line(label, tuple(sorted(points)), True) for label, points in groups.items())
 
 
