@@ -1,9 +1,10 @@
 """Accuracy after a cut: nothing done, batch norm statistics anew, repaired; and fine-tuned from each of these starts.
 
 python benchmarks/repair.py --data DIR --weights resnet56.safetensors [--device cuda] [--out repair.jsonl] [--finetune]
+python benchmarks/repair.py --show --out benchmarks/results/repair-cuda.jsonl
 
 DIR is the folder of CIFAR-10. No label is used before fine-tuning: the network is scored on its own answers. Every line
-of the file is one measurement; those that are there are not made again.
+of the file is one measurement; those that are there are not made again. --show only writes the tables of the file.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,21 +61,26 @@ class Cut:
 def main() -> None:
     options = _options()
     lines = Lines(options.out, torch.device(options.device))
-    work = prepared(options)
+    if not options.show:
+        measured(prepared(options), options, lines)
+    print("\n\n".join(tables(lines.known)))
+
+
+def measured(work: Work, options: argparse.Namespace, lines: Lines) -> None:
     for ratio in options.ratios:
         for name in options.cuts:
             key = {"kind": "cut", "net": work.name, "cut": name, "ratio": ratio, "inputs": work.inputs}
             lines.measure({**key, "sweeps": work.sweeps}, lambda n=name, r=ratio: accuracies(work, cut(work, n, r)))
     if options.finetune:
         finetuned(work, options, lines)
-    print(_table(lines.known))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--net", default="resnet56")
-    parser.add_argument("--data", required=True, help="the folder of CIFAR-10")
-    parser.add_argument("--weights", required=True)
+    parser.add_argument("--show", action="store_true", help="only the tables of what was measured")
+    parser.add_argument("--data", help="the folder of CIFAR-10")
+    parser.add_argument("--weights", help="a .safetensors file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("repair.jsonl"))
     parser.add_argument("--cuts", nargs="+", default=list(CUTS), help="methods, with the number of rounds if several")
@@ -90,7 +96,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5, 20])
     parser.add_argument("--rates", type=float, nargs="+", default=[0.01, 0.05])
     parser.add_argument("--images", type=int, help="training images to fine-tune with; all unless told otherwise")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not options.show and not (options.data and options.weights):
+        parser.error("give --data and --weights, or --show")
+    return options
 
 
 class Lines:
@@ -217,13 +226,55 @@ def _keep(lines: Lines, keys: dict[str, dict[str, Any]], trained: Any) -> None:
             lines.keep({**key, "last": curve[-1], "best": max(curve), "curve": curve})
 
 
-def _table(lines: Iterable[dict[str, Any]]) -> str:
-    rows = [line for line in lines if line["kind"] == "cut"]
-    text = ["| ratio | cut | only masked | BN re-estimated | repaired | repair, s |", "|---|---|---|---|---|---|"]
-    for x in rows:
-        figures = " | ".join(f"{100 * x[name]:.2f}" for name in STARTS)
-        text.append(f"| {x['ratio']} | {x['cut']} | {figures} | {x['repair_seconds']:.1f} |")
-    return "\n".join(text)
+# --- tables ---------------------------------------------------------------------------------------------
+
+
+def tables(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """After a cut; fine-tuned for so many epochs; after the epochs of the longest fine-tuning. In percent."""
+    cuts = sorted((x for x in lines if x["kind"] == "cut"), key=lambda x: (x["ratio"], -x["repaired"]))
+    tuned = sorted((x for x in lines if x["kind"] == "finetune"), key=lambda x: (x["rate"], x["ratio"], x["epochs"]))
+    head = ["ratio", "cut", "only masked", "BN re-estimated", "repaired"]
+    found = [_table(head, [[x["ratio"], _words(x["cut"]), *(_percent(x[name]) for name in STARTS)] for x in cuts])]
+    return found + (_curves(cuts, tuned) if tuned else [])
+
+
+def _curves(cuts: Sequence[dict[str, Any]], tuned: Sequence[dict[str, Any]]) -> list[str]:
+    runs: dict[tuple[float, float, str], dict[int, dict[str, Any]]] = {}
+    for x in tuned:
+        runs.setdefault((x["rate"], x["ratio"], x["start"]), {})[x["epochs"]] = x
+    lengths = sorted({x["epochs"] for x in tuned})
+    start = {(x["cut"], x["ratio"]): x for x in cuts}
+    ends, ways = [], []
+    for (rate, ratio, name), run in runs.items():
+        before = start[next(iter(run.values()))["cut"], ratio][name]
+        ends.append(
+            [rate, ratio, name, _percent(before), *(_percent(run[n]["last"]) if n in run else "" for n in lengths)]
+        )
+        if lengths[-1] in run:
+            ways.append([rate, ratio, name, *(_percent(run[lengths[-1]]["curve"][n - 1]) for n in _looks(lengths[-1]))])
+    return [
+        _table(["rate", "ratio", "start", "0 epochs", *map(str, lengths)], ends),
+        _table(["rate", "ratio", "start", *(f"epoch {n}" for n in _looks(lengths[-1]))], ways),
+    ]
+
+
+def _looks(epochs: int) -> list[int]:
+    """The epochs of a training that are shown."""
+    return sorted({1, 2, 5, *range(10, epochs + 1, 5), epochs} & set(range(1, epochs + 1)))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [head, ["---" if name in ("cut", "start") else "---:" for name in head], *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def _words(cut: str) -> str:
+    method, _, rounds = cut.partition(":")
+    return f"`{method}`, {rounds} rounds" if rounds else f"`{method}`"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}"
 
 
 if __name__ == "__main__":

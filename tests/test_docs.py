@@ -135,6 +135,14 @@ def test_figures_in_the_readme_stand_on_the_pages_they_name() -> None:
         assert [figure for figure in figures if figure not in text] == [], claim
 
 
+def test_tables_of_the_repair_are_those_of_its_record() -> None:
+    command = [sys.executable, "benchmarks/repair.py", "--show", "--out", "benchmarks/results/repair-cuda.jsonl"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True).stdout
+    tables = found.strip().split("\n\n")
+    assert len(tables) == 3
+    assert [table for table in tables if table not in (ROOT / "docs/repair.md").read_text()] == []
+
+
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'sosp[docs]'")
     pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed: pip install 'sosp[docs]'")
