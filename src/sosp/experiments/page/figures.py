@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sosp.experiments.cells import Pruned, Timed
+from sosp.experiments.cells import Pruned, Timed, Trained
 from sosp.experiments.definition import Experiment, Published
 from sosp.experiments.page.findings import WORDS
 from sosp.experiments.page.rows import Row
@@ -46,7 +46,10 @@ def figures(experiment: Experiment, rows: Sequence[Row], suffix: str = "") -> li
     """A figure per network that has records."""
     pruned = [row for row in rows if isinstance(row.cell, Pruned) and row.done]
     places = dict.fromkeys(row.cell.place for row in pruned)
-    found = [_curves(experiment, place, [r for r in pruned if r.cell.place == place], suffix) for place in places]
+    whole = [row for row in rows if isinstance(row.cell, Trained) and row.cell.schedule.epochs and row.done]
+    found = [
+        _curves(experiment, place, [r for r in (*pruned, *whole) if r.cell.place == place], suffix) for place in places
+    ]
     timed = [row for row in rows if isinstance(row.cell, Timed) and row.done]
     return found + ([_times(experiment, timed, suffix)] if timed else [])
 
@@ -67,14 +70,17 @@ def _curves(experiment: Experiment, place: str, rows: list[Row], suffix: str) ->
 def _mine(rows: list[Row], axis: str, beside: str) -> tuple[Line, ...]:
     groups: dict[str, list[tuple[float, float, float]]] = {}
     for row in rows:
-        assert isinstance(row.cell, Pruned)
-        x, y = row.stat(axis), row.stat(beside)
-        gate = "" if row.cell.gate == "weights" else f", {row.cell.gate}"
+        x, y = row.stat(axis), row.stat(beside if isinstance(row.cell, Pruned) else "accuracy")
         if x is not None and y is not None:
-            groups.setdefault(f"{row.cell.label}{gate}{examples(row.cell)}", []).append(
-                (x.mean, 100 * y.mean, 100 * y.std)
-            )
+            groups.setdefault(_label(row), []).append((x.mean, 100 * y.mean, 100 * y.std))
     return tuple(Line(label, tuple(sorted(points)), True) for label, points in groups.items())
+
+
+def _label(row: Row) -> str:
+    cell = row.cell
+    if not isinstance(cell, Pruned):
+        return cell.label
+    return f"{cell.label}{'' if cell.gate == 'weights' else f', {cell.gate}'}{examples(cell)}"
 
 
 def _theirs(published: list[Published], axis: str, beside: str) -> tuple[Line, ...]:

@@ -35,6 +35,7 @@ class Row:
     wanted: int  # cells
     records: tuple[Record, ...]  # all that are there, also those without figures
     beside: Published | None
+    whole: Published | None = None  # what the paper has for the network that is pruned
 
     @property
     def done(self) -> tuple[Record, ...]:
@@ -46,6 +47,13 @@ class Row:
             repeats = [s for record in self.done for s in record.history["seconds"]]
             return Stat.of(repeats)
         return Stat.of(record.metrics[name] for record in self.done if name in record.metrics)
+
+    def lost(self, name: str) -> Stat | None:
+        """By how much an accuracy is below that of the network that was pruned."""
+        pairs = [
+            (r.start["accuracy"], r.metrics[name]) for r in self.done if "accuracy" in r.start and name in r.metrics
+        ]
+        return Stat.of(whole - pruned for whole, pruned in pairs)
 
     def left(self, name: str) -> float | None:
         """The share of the first network's parameters or MACs that is left."""
@@ -66,7 +74,9 @@ def rows(experiment: Experiment, results: Path) -> list[Row]:
 
 def _row(cells: list[Cell], known: Mapping[str, Record | None], experiment: Experiment) -> Row:
     found = tuple(record for cell in cells if (record := known[cell.name]) is not None)
-    return Row(cells[0], len(cells), found, beside(cells[0], experiment.published))
+    first = cells[0]
+    whole = beside(first.start, experiment.published) if isinstance(first, Pruned) else None
+    return Row(first, len(cells), found, beside(first, experiment.published), whole)
 
 
 def beside(cell: Cell, published: Iterable[Published]) -> Published | None:

@@ -18,7 +18,7 @@ LEGEND = (
 )
 TUNED = (
     "Fine-tuned: after its first epoch, the *final* one, and the *best*. The paper's accuracy stands beside our "
-    "{beside} one. "
+    "{beside} one. *Lost* are points: what the network that was pruned had more, by the same accuracy. "
 )
 
 
@@ -31,7 +31,7 @@ def tables(rows: Sequence[Row], published: Sequence[Published], beside: str) -> 
     parts += [[LEGEND.format(tuned=tuned)]] if pruned else []
     for place in dict.fromkeys(row.cell.place for row in pruned):
         mine = sorted((row for row in pruned if row.cell.place == place), key=_budget)
-        parts += [_part(f"{place}: accuracy", ACCURACY, mine, 3), _part(f"{place}: size", SIZE, mine, 3)]
+        parts += [_part(f"{place}: accuracy", _accuracy(beside), mine, 3), _part(f"{place}: size", SIZE, mine, 3)]
     parts.append(_part("Seconds of the pruning step", TIMES, [row for row in rows if isinstance(row.cell, Timed)], 3))
     parts.append(_rest([row for row in published if row.line not in used and row.accuracy is not None]))
     return [line for part in parts if part for line in (*part, "")]
@@ -112,6 +112,13 @@ def _paper(name: str) -> Callable[[Row], str]:
     return lambda row: NONE if row.beside is None else SHOWN[name](row.beside)
 
 
+def _lost(row: Row) -> str:
+    """By the paper's own numbers."""
+    pair = (row.whole, row.beside)
+    whole, pruned = (None if p is None else p.accuracy for p in pair)
+    return NONE if whole is None or pruned is None else printed(whole - pruned)
+
+
 def _rest(rows: Sequence[Published]) -> list[str]:
     if not rows:
         return []
@@ -149,7 +156,6 @@ ACCURACY: Columns = {
     "final": _share("final"),
     "best": _share("best"),
     "paper: accuracy": _paper("accuracy"),
-    "line": _paper("line"),
 }
 SIZE: Columns = {
     **NAMED,
@@ -175,3 +181,9 @@ TIMES: Columns = {
     "paper: seconds": _paper("seconds"),
     "line": _paper("line"),
 }
+
+
+def _accuracy(beside: str) -> Columns:
+    """With what was lost, where there is a fine-tuning to make up for it."""
+    lost: Columns = {"lost": lambda row: percent(row.lost(beside)), "paper: lost": _lost}
+    return {**ACCURACY, **({} if beside == "zeroed" else lost), "line": _paper("line")}
