@@ -26,7 +26,7 @@ import training_worker
 from sosp import Schedule
 from sosp.archive import read, write
 from sosp.errors import CheckpointError, TrainingError
-from sosp.training import CheckpointWarning, loop
+from sosp.training import CheckpointWarning, loop, state
 from training_worker import (
     KILLED,
     KILLS,
@@ -143,6 +143,24 @@ def test_stopped_at_every_epoch_by_the_caller(tmp_path: Path) -> None:
     found = run(normed(), tmp_path, on_epoch=lambda name, epoch: told.append(epoch.number))
     assert_same_outcome(found, whole)
     assert (seen, told, found.resumed) == ([1, 1], [1, 2, 3], 0)
+
+
+@pytest.mark.parametrize(
+    ("large", "apart", "saved"), [(2**26, 1e9, [1, 2, 3]), (0, 0.0, [1, 2, 3]), (0, 1e9, [3])], ids=str
+)
+def test_large_checkpoints_after_short_epochs_are_apart(
+    large: int, apart: float, saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last epoch is always saved: who trained to the end does not train again."""
+    monkeypatch.setattr(loop, "LARGE", large)
+    monkeypatch.setattr(loop, "APART", apart)
+    found, keep = [], state.save
+    monkeypatch.setattr(state, "save", lambda *given: found.append(given[3].epoch) or keep(*given))
+    whole = run(normed(), tmp_path)
+    assert found == saved
+    again = run(normed(), tmp_path)
+    assert_same_outcome(again, whole)
+    assert again.resumed == 3
 
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ class Room:
 
     def __init__(self, model: nn.Module, small: nn.Module, places: Places) -> None:
         self.model, self.small, self.places = model, small, places
+        self.kept = {n: {axis: _back(index) for axis, index in axes.items()} for n, axes in places.items()}
 
     def masks(self, model: nn.Module) -> dict[str, Tensor]:
         """Parameter -> 0 for what was added, 1 for the rest; laid out as the parameters of ``model`` are."""
@@ -44,8 +45,8 @@ class Room:
 
     def narrow(self, name: str, x: Tensor) -> Tensor:
         """What the small network has of a tensor with room."""
-        for axis, index in self.places.get(name, {}).items():
-            x = x.index_select(axis, _back(index).to(x.device))
+        for axis, index in self.kept.get(name, {}).items():
+            x = x.index_select(axis, index.to(x.device))
         return x
 
     def widen(self, name: str, x: Tensor) -> Tensor:

@@ -45,11 +45,11 @@ def train(
     trained side by side, each as it would be alone (but for the random numbers of dropout, which they draw in turn),
     and give a dict of results; ``seed`` may then be a dict as well.
 
-    ``folder``: checkpoints go there after every epoch and every ``save_every`` seconds, and training goes on from the
-    newest one, on a CPU bit for bit as if it had never stopped. ``on_epoch(name, epoch)`` and
-    ``on_step(done, all, moment)`` are told how it goes. ``teacher``: the network whose outputs ``schedule.distill``
-    compares with. ``companion``: takes part in the training, with terms of the loss, parameters and steps of its own
-    (``sosp.training.Companion``). Ctrl-C saves first.
+    ``folder``: checkpoints go there after every epoch (large ones at most twice a minute) and every ``save_every``
+    seconds, and training goes on from the newest one, on a CPU bit for bit as if it had never stopped. Ctrl-C saves
+    first. ``on_epoch(name, epoch)`` and ``on_step(done, all, moment)`` are told how it goes. ``teacher``: the network
+    whose outputs ``schedule.distill`` compares with. ``companion``: takes part in the training, with terms of the loss,
+    parameters and steps of its own (``sosp.training.Companion``).
     """
     schedule = schedule_of(schedule)
     models = dict(model) if isinstance(model, Mapping) else {"": model}

@@ -176,8 +176,8 @@ class Learner:
         return {n: list(x.shape) for n, x in numbers(self.model if self.room is None else self.room.small).items()}
 
     def stored(self) -> dict[str, Tensor]:
-        """All numbers for a checkpoint: those of the network as it was given."""
-        found = self.tensors()
+        """Copies of all numbers for a checkpoint, on the CPU: those of the network as it was given."""
+        found = {n: x.detach().to("cpu", copy=True) for n, x in self.tensors().items()}
         return found if self.room is None else {n: self.room.narrow(_bare(n), x) for n, x in found.items()}
 
     def take(self, stored: dict[str, Tensor]) -> None:

@@ -27,6 +27,7 @@ from sosp.training.schedule import Schedule
 from sosp.training.sources import both
 
 GLANCE = 0.25  # seconds between two looks at the sums, which a GPU has to be waited for
+LARGE, APART = 2**26, 30.0  # bytes from which checkpoints after short epochs are so many seconds apart
 
 OnEpoch = Callable[[str, Epoch], None]
 OnStep = Callable[[int, int, Moment], None]
@@ -85,6 +86,7 @@ class Job:
     def run(self) -> dict[str, Trained]:
         self._resume()
         resumed = self.place.epoch
+        self.saved = time.monotonic()
         with self.stop.watched():
             for number in range(self.place.epoch, self.schedule.epochs):
                 self._epoch(number)
@@ -112,7 +114,7 @@ class Job:
     # --- an epoch -------------------------------------------------------------------------------------------
 
     def _epoch(self, number: int) -> None:
-        begun = self.looked = self.saved = time.monotonic()
+        begun = self.looked = time.monotonic()
         begun -= self.place.seconds  # those before a checkpoint count as well
         for k, batches in enumerate(self._batches(number), self.place.batch):
             self._step(batches, self.schedule.rate_at(number, k / self.steps))
@@ -213,7 +215,13 @@ class Job:
                 self.told.on_epoch(name, epoch)
         self.place = state.Place(number + 1)
         self._stop_if_wanted()
-        self._save()
+        if number + 1 == self.schedule.epochs or self._is_time_to_save():
+            self._save()
+
+    def _is_time_to_save(self) -> bool:
+        """A large network with epochs of seconds would otherwise write more than it learns."""
+        size = sum(x.nbytes for learner in self.learners.values() for x in learner.tensors().values())
+        return size < LARGE or time.monotonic() - self.saved >= min(APART, self.saving.every)
 
     def _test(self, learner: Learner) -> Accuracy | None:
         if self.test is None:

@@ -145,7 +145,7 @@ def _tensors(learners: Mapping[str, Learner]) -> dict[str, Tensor]:
     device = next(iter(learners.values())).device
     if device.type == "cuda":
         found["random/cuda"] = torch.cuda.get_rng_state(device)
-    return {n: x.detach().to("cpu", copy=True).contiguous() for n, x in found.items()}
+    return {n: x.contiguous() for n, x in found.items()}
 
 
 @dataclass(frozen=True, eq=False)
