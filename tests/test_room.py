@@ -80,7 +80,9 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "flattened": flattened,
     "separable": separable,
     "unnormed": Unnormed,
+    "emptied": residual,
 }
+EMPTIED = {"emptied": {"features.3.branch.3": range(12)}}  # layers that lose every channel
 
 
 def images(count: int = 20) -> tuple[Tensor, Tensor]:
@@ -100,7 +102,10 @@ def pruned(name: str, ratio: float = 0.4) -> nn.Module:
     x, y = images(4)
     generator = torch.Generator().manual_seed(2)
     saliency = sosp.score(model, (x, y), method="random", generator=generator)
-    return sosp.shrink(model, sosp.select(saliency, ratio=ratio), x)
+    mask = sosp.select(saliency, ratio=ratio)
+    if name in EMPTIED:
+        mask = sosp.Mask.from_removed(model, {**mask.removed, **EMPTIED[name]}, x)
+    return sosp.shrink(model, mask, x)
 
 
 def roomy(name: str) -> Room:
@@ -144,6 +149,13 @@ def test_widths_are_what_kernels_like_and_nothing_is_scattered() -> None:
     *layers, last = [m for m in roomy("flattened").model if isinstance(m, nn.Conv2d | nn.Linear)]
     assert [m.weight.shape[0] % MULTIPLE for m in layers] == [0, 0, 0]
     assert last.weight.shape == (5, layers[-1].weight.shape[0])
+
+
+def test_a_layer_that_is_gone_holds_nothing_back() -> None:
+    room = roomy("emptied")
+    assert not hasattr(room.small.get_submodule("features.3.branch.3"), "weight")
+    odd = [n for n, m in room.model.named_modules() if isinstance(m, nn.Conv2d) and m.out_channels % MULTIPLE]
+    assert set(odd) <= {"features.0", "features.4.branch.3"}
 
 
 def test_what_a_depthwise_convolution_reads_stays_as_wide_as_it_is() -> None:

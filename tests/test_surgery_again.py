@@ -71,6 +71,39 @@ def test_shrunk_twice_is_shrunk_once_with_the_union(name: str) -> None:
     check_both_modes(again, once, c.example)
 
 
+@pytest.mark.parametrize("name", [n for n in names() if case(n).whole])
+def test_shrunk_again_where_a_layer_is_gone(name: str) -> None:
+    """The zeros that are left of it hold nothing back but what they are added to."""
+    for layer in case(name).whole:
+        c = case(name)
+        first = {layer: list(range(width_out(c.model.get_submodule(layer))))}
+        mask = mask_of(c.model, first, c)
+        small = sosp.shrink(c.model, mask, c.example)
+        second = {n: gone for n, gone in some_channels(c, 0.4, seed=3).items() if n in used(small, c)}
+        later = left_of(c, small, mask, second)
+        if not later or any(n in c.layers and n not in used(small, c) for n in alive(small)):
+            continue  # what is computed for nothing is refused, by name
+        masked = mask_of(small, later, c)
+        again = sosp.shrink(small, masked, c.example)
+        check_both_modes(deepcopy(again), sosp.masked(small, masked), c.example)
+        if (name, layer) != ("resnet-preact", "blocks.0.conv2"):  # a norm of the sum knows of no zeros in it
+            once = sosp.shrink(c.model, mask_of(c.model, first | second, c), c.example)
+            check_both_modes(again, once, c.example)
+            shapes = [{n: t.shape for n, t in found.state_dict().items()} for found in (again, once)]
+            assert shapes[0] == shapes[1], layer
+
+
+def alive(model: nn.Module) -> set[str]:
+    return {n for n, module in model.named_modules() if isinstance(getattr(module, "weight", None), Tensor)}
+
+
+def used(model: nn.Module, c: Case) -> set[str]:
+    """Layers that the outputs depend on."""
+    model = deepcopy(model)
+    sum((x.square().sum() for x in outputs(model, c.example)), torch.zeros(())).backward()
+    return {n for n in alive(model) if (g := model.get_submodule(n).weight.grad) is not None and g.abs().sum() > 0}
+
+
 def scores(model: nn.Module, c: Case) -> sosp.Saliency:
     labels = torch.arange(len(c.example)) % outputs(model, c.example)[0].shape[1]
     with warnings.catch_warnings():

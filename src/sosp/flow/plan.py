@@ -57,7 +57,7 @@ def try_out(
     for mode in flow.modes:
         twin.train(mode == "train")
         with quiet():
-            yield mode, rehearse(twin, on_device(inputs, flow.real), records[mode], layout.counts)
+            yield mode, rehearse(twin, on_device(inputs, flow.real), records[mode], layout.counts, recipe.emptied)
 
 
 def _reasons(flow: Flow, layout: Layout, mode: str, run: Rehearsal) -> list[Pin]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -107,8 +108,13 @@ def _same(a: Labels, b: Labels) -> bool:
     return torch.equal(a.core, b.core) if a.core.shape == b.core.shape else torch.equal(a.full(), b.full())
 
 
-def rehearse(twin: nn.Module, inputs: Any, records: list[Record], counts: np.ndarray) -> Rehearsal:
-    """Run ``twin`` beside the record, in the mode it is in; ``failed`` holds the ops that went wrong."""
+def rehearse(
+    twin: nn.Module, inputs: Any, records: list[Record], counts: np.ndarray, emptied: Collection[str]
+) -> Rehearsal:
+    """Run ``twin`` beside the record, in the mode it is in; ``failed`` holds the ops that went wrong.
+
+    ``emptied``: layers that are gone only now; what was left of others before is code that is in the record.
+    """
     device = next((x.device for x in tree_leaves(inputs) if isinstance(x, Tensor)), torch.device("cpu"))
     mode = Rehearsal(records, counts, device)
 
@@ -119,8 +125,8 @@ def rehearse(twin: nn.Module, inputs: Any, records: list[Record], counts: np.nda
         mode.resting = False
 
     handles = []
-    for module in twin.modules():
-        if isinstance(module, (Scatter, Nothing)):
+    for name, module in twin.named_modules():
+        if isinstance(module, Scatter) or (isinstance(module, Nothing) and name in emptied):
             handles.append(module.register_forward_pre_hook(rest))
             handles.append(module.register_forward_hook(work))
     try:

@@ -225,10 +225,11 @@ class Tracer(TorchFunctionMode):
             self.book.stack.pop()
             self.resting = True  # what is done to labels here is no op of the network
             if isinstance(module, Scatter):
-                self.cut(name.rpartition(".")[0], args[0], output, self.index_of(name, module))
+                axis = module.axis % output.dim()
+                self.cut(name.rpartition(".")[0], axis, args[0], output, self.index_of(name, module))
             elif "scatter" not in module._modules and (layer_type(module) or is_norm(module)):
                 if isinstance(output, Tensor) and output.is_floating_point():
-                    self.cut(name, output, output, None)
+                    self.cut(name, channel_axis(module, output), output, output, None)
             self.resting = False
 
         return hook
@@ -237,10 +238,9 @@ class Tracer(TorchFunctionMode):
         index = self.book.values[f"{name}.index"] if scatter.index.is_meta else scatter.index
         return index.cpu().numpy()
 
-    def cut(self, name: str, computed: Tensor, output: Tensor, index: Ids | None) -> None:
+    def cut(self, name: str, axis: int, computed: Tensor, output: Tensor, index: Ids | None) -> None:
         """A place where channels can be set to zero, dropped and scattered."""
-        module = self.book.modules[name]
-        norm, axis = is_norm(module), channel_axis(module, computed)
+        norm = is_norm(self.book.modules[name])
         labels = self.book.labels(computed)
         given = labels.along(axis) if labels is not None and computed.dim() > axis else None
         if given is None and norm and index is None:
