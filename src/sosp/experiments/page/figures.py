@@ -149,7 +149,9 @@ def _panel(axes: Any, lines: Sequence[Line], *, seconds: bool, last: bool) -> No
         axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
-def _colours(lines: Sequence[Line]) -> dict[str, str]:
-    """One colour per method, ours and the paper's alike."""
-    names = [*OURS, *(line.label.removesuffix(" (paper)") for line in lines)]
-    return {name: f"C{k % 10}" for k, name in enumerate(dict.fromkeys(names))}
+def _colours(lines: Sequence[Line]) -> dict[str, Any]:
+    """One colour per method, ours and the paper's alike; black for what nothing was removed from."""
+    names = list(dict.fromkeys([*OURS, *(line.label.removesuffix(" (paper)") for line in lines)]))
+    dark_and_light = package("matplotlib").colormaps["tab20"].colors
+    colours = [*dark_and_light[::2], *dark_and_light[1::2]]
+    return {name: "black" if name == "baseline" else colours[k % 20] for k, name in enumerate(names)}
