@@ -243,18 +243,20 @@ def _curves(cuts: Sequence[dict[str, Any]], tuned: Sequence[dict[str, Any]]) -> 
     for x in tuned:
         runs.setdefault((x["rate"], x["ratio"], x["start"]), {})[x["epochs"]] = x
     lengths = sorted({x["epochs"] for x in tuned})
-    start = {(x["cut"], x["ratio"]): x for x in cuts}
+    longest, shown = lengths[-1], _looks(lengths[-1])
+    starts = {(x["cut"], x["ratio"]): x for x in cuts}
     ends, ways = [], []
-    for (rate, ratio, name), run in runs.items():
-        before = start[next(iter(run.values()))["cut"], ratio][name]
-        ends.append(
-            [rate, ratio, name, _percent(before), *(_percent(run[n]["last"]) if n in run else "" for n in lengths)]
-        )
-        if lengths[-1] in run:
-            ways.append([rate, ratio, name, *(_percent(run[lengths[-1]]["curve"][n - 1]) for n in _looks(lengths[-1]))])
+    for run in runs.values():
+        one = next(iter(run.values()))
+        key = [one[name] for name in ("rate", "ratio", "start")]
+        before = starts.get((one["cut"], one["ratio"]))  # a cut may be fine-tuned that is not asked for by itself
+        zero = "" if before is None else _percent(before[one["start"]])
+        ends.append([*key, zero, *(_percent(run[n]["last"]) if n in run else "" for n in lengths)])
+        if longest in run:
+            ways.append([*key, *(_percent(run[longest]["curve"][n - 1]) for n in shown)])
     return [
         _table(["rate", "ratio", "start", "0 epochs", *map(str, lengths)], ends),
-        _table(["rate", "ratio", "start", *(f"epoch {n}" for n in _looks(lengths[-1]))], ways),
+        _table(["rate", "ratio", "start", *(f"epoch {n}" for n in shown)], ways),
     ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from sosp.errors import RunError
 from sosp.experiments.definition import Experiment
 from sosp.experiments.page.figures import Figure, figures
-from sosp.experiments.page.findings import PLAIN, TOLERANCE, WORDS, Finding, departures, findings
+from sosp.experiments.page.findings import FAR, PLAIN, WORDS, Finding, departures, findings
 from sosp.experiments.page.rows import Row, rows, shortened
 from sosp.experiments.page.tables import tables
 from sosp.experiments.records import Record
@@ -78,7 +78,7 @@ def _verdicts(experiment: Experiment, found: Sequence[Row]) -> list[str]:
     lines += [RULE, ""] if said else []
     if apart := list(departures(found, experiment.beside)):
         lines += ["### Accuracies that differ from the paper's", ""]
-        lines += [f"By more than both deviations together and more than {TOLERANCE} points:", "", *_bullets(apart)]
+        lines += [f"By {FAR}:", "", *_bullets(apart)]
     return lines + _starts(found)
 
 

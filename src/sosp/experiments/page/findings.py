@@ -11,6 +11,7 @@ from sosp.experiments.page.rows import Row, Stat
 from sosp.experiments.page.words import asked, examples, percent, printed, time
 
 TOLERANCE = 0.3  # percentage points by which a single run may differ from a number of the paper
+FAR = f"more than both deviations together and more than {TOLERANCE} points"
 LESS = ("seconds",)  # metrics of which less is better
 PLAIN = 10  # times as long: needs no repetition
 WORDS = {

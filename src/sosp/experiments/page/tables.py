@@ -114,8 +114,7 @@ def _paper(name: str) -> Callable[[Row], str]:
 
 def _lost(row: Row) -> str:
     """By the paper's own numbers."""
-    pair = (row.whole, row.beside)
-    whole, pruned = (None if p is None else p.accuracy for p in pair)
+    whole, pruned = (None if p is None else p.accuracy for p in (row.whole, row.beside))
     return NONE if whole is None or pruned is None else printed(whole - pruned)
 
 

@@ -11,7 +11,7 @@ from sosp.errors import RunError
 from sosp.experiments.definition import Experiment
 from sosp.experiments.page.compose import RULE, claims, is_refuted, page
 from sosp.experiments.page.figures import Figure, draw
-from sosp.experiments.page.findings import TOLERANCE, departures, findings
+from sosp.experiments.page.findings import FAR, departures, findings
 from sosp.experiments.page.rows import orphans, rows, shortened
 from sosp.experiments.page.words import table
 from sosp.experiments.runner import state
@@ -78,7 +78,7 @@ def _refuted(experiments: Sequence[Experiment], results: Path) -> list[str]:
         lines += [RULE, ""]
     else:
         lines += ["Of the claims that are decided, all are confirmed.", ""]
-    words = f"On their pages, by more than both deviations together and more than {TOLERANCE} points:"
+    words = f"On their pages, by {FAR}:"
     return [*lines, *(["## Accuracies that differ from the paper's", "", words, "", *apart, ""] if apart else [])]
 
 
