@@ -129,6 +129,16 @@ def test_every_number_of_the_page_is_a_records_or_the_papers(results: Path) -> N
     assert strange == []
 
 
+def test_commits_are_named_shortly_and_once(tmp_path: Path) -> None:
+    full = "1234abcd" * 5
+    told = ("1234abc", full, f"{full}-dirty", "unknown")
+    cells = [Pruned(START, "sosp-h", ("ratio", 0.5), seed=seed) for seed in range(len(told))]
+    for cell, commit in zip(cells, told, strict=True):
+        keep(tmp_path, record(cell, figures(0.93), origin={**ORIGIN, "commit": commit}), "some")
+    text = pages([replace(SOME, cells=tuple(cells))], tmp_path).texts["some.md"]
+    assert "torch 2.99, commit 1234abc, 1234abc-dirty, unknown." in text
+
+
 def test_times_are_over_repeats_and_name_their_inputs(tmp_path: Path) -> None:
     cells = (Timed(*PLACE, "sosp-h"), Timed(*PLACE, "sosp-i", width=2.0), Timed(*PLACE, "sosp-i"))
     paper = Published(41, *PLACE, "sosp-h", seconds=50, seconds_std=2)

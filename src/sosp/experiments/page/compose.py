@@ -12,10 +12,10 @@ from sosp.experiments.page.figures import Figure, figures
 from sosp.experiments.page.findings import FAR, PLAIN, WORDS, Finding, departures, findings
 from sosp.experiments.page.rows import Row, rows, shortened
 from sosp.experiments.page.tables import tables
-from sosp.experiments.records import Record
 
 REMARKS = "remarks.txt"  # beside the records of an experiment, by hand
 DIGITS = re.compile(r"\d")
+FULL = re.compile(r"^([0-9a-f]{7})[0-9a-f]{33}")  # git's name of a commit, of which seven characters are enough
 RULE = (
     "A claim is confirmed where the difference of the means is larger than the larger of the two standard deviations, "
     "contradicted where it is so the other way round; two methods are as good where it is not larger. With a single "
@@ -55,12 +55,13 @@ def _origin(found: Sequence[Row]) -> list[str]:
     records = [record for row in found for record in row.records]
     if not records:
         return ["Nothing is measured yet."]
-    hardware, torch, commit = (_all(records, key) for key in ("hardware", "torch", "commit"))
+    hardware, torch = (_all(str(record.origin[key]) for record in records) for key in ("hardware", "torch"))
+    commit = _all(FULL.sub(r"\1", str(record.origin["commit"])) for record in records)
     return [f"Measured on {hardware}, torch {torch}, commit {commit}."]
 
 
-def _all(records: Sequence[Record], key: str) -> str:
-    return ", ".join(dict.fromkeys(str(record.origin[key]) for record in records))
+def _all(words: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(words))
 
 
 # --- what the records say -------------------------------------------------------------------------------
