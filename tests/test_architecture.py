@@ -43,7 +43,7 @@ ALLOWED = {
     "greedy": "errors records progress",
     "quadratic": "",
     "quotas": "errors records greedy",
-    "selection": "errors records mask cost greedy quadratic quotas",
+    "selection": "errors records flow mask cost greedy quadratic quotas",
     "verify": "errors batches flow",
     "room": "layers preserve recipe flow verify",
     "checkpoint": "errors archive records layers scatter recipe preserve gates mask greedy",
@@ -67,7 +67,7 @@ ALLOWED = {
     "bottlenecks prune nets data training comparison",
     "models": "errors archive checkpoint nets usercode",
     "options": "errors",
-    "config": "errors comparison expansion records structures criteria selection surgery nets training options",
+    "config": "errors comparison expansion flow records structures criteria selection nets training options",
     "runs": "errors config",
     "pipeline": "errors greedy prune ranks comparison bottlenecks expansion nets batches losses records flow "
     "structures criteria mask cost selection surgery repair latency checkpoint data training learned models config "

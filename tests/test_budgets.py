@@ -37,10 +37,10 @@ def cost(model: nn.Module, x: Tensor) -> dict[str, int]:
     return {"params": params, "macs": counter.get_total_flops() // (2 * len(x))}
 
 
-def left(c: Case, s: sosp.Saliency, chosen: Sequence[int], what: str) -> int:
+def left(c: Case, s: sosp.Saliency, chosen: Sequence[int], what: str, **style: Any) -> int:
     """What is left in the network without these structures, built for the purpose."""
     mask = sosp.Mask.from_structures(s.structures, torch.tensor(chosen, dtype=torch.long))
-    return cost(sosp.shrink(c.model, mask, c.inputs, verify=False), c.inputs)[what]
+    return cost(sosp.shrink(c.model, mask, c.inputs, verify=False, **style), c.inputs)[what]
 
 
 def order_of(s: sosp.Saliency) -> list[int]:
@@ -276,6 +276,34 @@ def test_round_to_within_a_budget() -> None:
     wanted = next(chosen for chosen in beginnings if left(c, s, chosen, "macs") <= limit)
     assert 0 < len(wanted) < len(order)
     assert numbers_of(s, mask) == set(wanted)
+
+
+@LIMITS
+@pytest.mark.parametrize("round_to", [1, 2])
+@pytest.mark.parametrize("name", ["residual", "concat", "grouped"])
+def test_a_budget_is_met_by_the_network_with_zeros(name: str, round_to: int, what: str) -> None:
+    c = case(name)
+    s = saliency(c, seed=9)
+    style = {"join": "zeros", "round_to": round_to}
+    order, limit = order_of(s), 0.7 * cost(c.model, c.inputs)[what]
+    mask = sosp.select(s, **{what: 0.7}, **style)
+    beginnings = [rounded(s, order[:k], round_to) for k in range(len(order) + 1)]
+    wanted = next(chosen for chosen in beginnings if left(c, s, chosen, what, **style) <= limit)
+    assert numbers_of(s, mask) == set(wanted)
+
+
+def test_zeros_in_place_of_scatters_take_more_to_meet_a_budget() -> None:
+    those = [saliency(case("residual"), seed=seed) for seed in range(5)]
+    zeros, scatters = (
+        [sosp.select(s, macs=0.8, cap=0.6, join=join).chosen for s in those] for join in ("zeros", "scatter")
+    )
+    assert all(a >= b for a, b in zip(zeros, scatters, strict=True))
+    assert zeros != scatters
+
+
+def test_join_of_another_kind() -> None:
+    with pytest.raises(ArgumentError, match=r"join='zeroes'.*Did you mean 'zeros'"):
+        sosp.select(saliency(case("mlp")), ratio=0.5, join="zeroes")
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2.0, "2", True, None])

@@ -16,6 +16,7 @@ import sosp
 from commands import QUICK, call, lines, refusal
 from sosp import models
 from sosp.checkpoint import inspect
+from sosp.cli.targets import sections_for
 
 NET = "sosp:digits_resnet"
 TOML = """
@@ -244,6 +245,22 @@ def test_other_weights_under_the_same_name_are_another_run(trained: Path, tmp_pa
     assert call(*words).exit_code == 0
     sosp.save(weights, original())
     assert 'holds another run: [model] weights was "sha256 ' in refusal(*words)
+
+
+def test_the_data_of_a_run_may_lie_elsewhere(trained: Path, tmp_path: Path) -> None:
+    config = read(trained / "config.json")
+    config["config"]["data"] = {"name": "folder", "folder": "there"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in ("result.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((trained / name).read_bytes())
+
+    def data(**given: str) -> dict[str, str]:
+        return dict(sections_for(str(tmp_path), {"model": {}, "data": given})[0]["data"])
+
+    assert data() == {"name": "folder", "folder": "there"}
+    assert data(folder="here") == {"name": "folder", "folder": "here"}
+    assert data(name="digits") == {"name": "digits"}  # which needs no folder
+    assert f"there is no folder {tmp_path}/gone" in refusal("prune", tmp_path, "--data-dir", tmp_path / "gone")
 
 
 def test_default_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,10 +153,24 @@ def test_sosp_prune_repair(trained: Path, tmp_path: Path) -> None:
     assert f"{facts['agreement_after']:.1%} are after" in page
 
 
+@pytest.mark.parametrize("words", ["--join zeros", "--join zeros --repair", "--repair --rounds 2"])
+def test_the_budget_is_that_of_the_network_that_is_built(trained: Path, tmp_path: Path, words: str) -> None:
+    more = ("--macs", "0.6", "--round-to", "2", "--examples", "100", "--no-curve", "--out", str(tmp_path))
+    found = lines("prune", str(trained), *words.split(), *more)[-1]["results"]["prune"]
+    assert found["macs"] <= 0.6 * found["before"]["macs"]
+    model = sosp.load(tmp_path / "small.safetensors", sosp.nets.make("digits_resnet", width=0.25))
+    assert sosp.count(model, torch.zeros(2, 1, 8, 8)).macs == found["macs"]
+
+
 def test_rounds_without_repair_are_refused(trained: Path) -> None:
     assert "rounds is for repair" in refusal("prune", str(trained), "--rounds", "2")
     with pytest.raises(ArgumentError, match="rounds is for repair"):
         Pruning(repair=True, rounds=2, ratios={"conv1": 0.5})
+
+
+def test_rounds_with_zeros_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"join='zeros' has none.*groups='coupled'"):
+        Pruning(repair=True, rounds=2, join="zeros")
 
 
 # --- compared -------------------------------------------------------------------------------------------

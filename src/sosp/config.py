@@ -15,6 +15,7 @@ from sosp.criteria import METHODS
 from sosp.errors import ArgumentError, nearest
 from sosp.expansion import Plan as Expansion
 from sosp.expansion.plan import WHEN
+from sosp.flow.layout import JOINS
 from sosp.nets import Width
 from sosp.options import (
     FLAG,
@@ -34,7 +35,6 @@ from sosp.options import (
 from sosp.records import OBJECTIVES, SCOPES
 from sosp.selection import SCALES
 from sosp.structures import GATES
-from sosp.surgery import JOINS
 from sosp.training import SCHEDULES, Schedule, Speed
 from sosp.training.schedule import SHAPES
 from sosp.training.speed import PRECISIONS
@@ -170,6 +170,11 @@ class Pruning:
             raise ArgumentError(
                 "rounds is for repair, and for a budget of the whole network: not without, nor for ratios."
             )
+        if self.rounds > 1 and self.join == "zeros":
+            raise ArgumentError(
+                "rounds leaves scatters from one round to the next, and join='zeros' has none. Use a single round, "
+                "or groups='coupled', which needs neither."
+            )
 
     @property
     def budget(self) -> dict[str, float]:
@@ -181,7 +186,7 @@ class Pruning:
     @property
     def choice(self) -> dict[str, Any]:
         """What ``select`` is told."""
-        names = ("cap", "scale", "scope", "ratios", "round_to")
+        names = ("cap", "scale", "scope", "ratios", "round_to", "join")
         return {**self.budget, **{name: getattr(self, name) for name in names}}
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import isfinite
 
 import torch
 from torch import Tensor
 
 from sosp.cost import cost_of, whole_cost
-from sosp.errors import ArgumentError, DisconnectedError, one_of, whole_number
+from sosp.errors import ArgumentError, DisconnectedError, one_of
+from sosp.flow.layout import Style
 from sosp.greedy import Room, check_share, greedy
 from sosp.mask import Mask
 from sosp.quadratic import choose
@@ -28,6 +30,7 @@ def select(
     cap: float | None = None,
     scale: str | None = None,
     round_to: int = 1,
+    join: str = "scatter",
     scope: str | None = None,
     ratios: Mapping[str, float] | None = None,
 ) -> Mask:
@@ -45,13 +48,13 @@ def select(
     gone (Eq. 5); without pairs this is sorting once. Ties go to the lower index. ``cap`` bounds the share removed
     from one layer. ``scale`` divides a structure's cost by its kernel's edge (the paper's SOSP*), its MACs or its
     parameters, so that what saves more may cost more. ``round_to`` keeps a multiple of that many structures in every
-    layer, by taking back those that were removed last. A mask that would cut the network in two is refused.
+    layer, by taking back those that were removed last. Give ``join`` and ``round_to`` as ``shrink`` will be told them:
+    the budget is met by the network that it then builds. A mask that would cut the network in two is refused.
     """
     structures = saliency.structures
-    budget = _budget(ratio, params, macs)
+    budget = _budget(ratio, params, macs, Style(join, round_to))
     if scale is not None:
         one_of("scale", scale, SCALES)
-    whole_number("round_to", round_to)
     if _scope(saliency, scope, ratios, budget) == "layer":
         chosen = _by_layer(saliency, quotas_of(structures, ratios, cap), ratio, budget, cap, scale, round_to)
     else:
@@ -61,10 +64,16 @@ def select(
     return mask
 
 
-Budget = tuple[str, float] | None  # what is limited, and to what; None for a ratio of structures
+@dataclass(frozen=True)
+class Budget:
+    """What is limited, and to what, in a network that is built like this."""
+
+    what: str
+    limit: float
+    style: Style
 
 
-def _scope(saliency: Saliency, scope: str | None, ratios: Mapping[str, float] | None, budget: Budget) -> str:
+def _scope(saliency: Saliency, scope: str | None, ratios: Mapping[str, float] | None, budget: Budget | None) -> str:
     """How the structures are ranked; layers with shares of their own are ranked one by one."""
     if scope is not None:
         one_of("scope", scope, SCOPES)
@@ -75,12 +84,14 @@ def _scope(saliency: Saliency, scope: str | None, ratios: Mapping[str, float] | 
             "ratios gives every layer its share, which scope='global' does not keep. Use scope='layer'."
         )
     if budget is not None:
-        raise ArgumentError(f"ratios says what every layer loses, and {budget[0]} how much is left: give one of them.")
+        raise ArgumentError(
+            f"ratios says what every layer loses, and {budget.what} how much is left: give one of them."
+        )
     return "layer"
 
 
 def _together(
-    saliency: Saliency, ratio: float | None, budget: Budget, cap: float | None, scale: str | None, round_to: int
+    saliency: Saliency, ratio: float | None, budget: Budget | None, cap: float | None, scale: str | None, round_to: int
 ) -> Tensor:
     """All structures in one ranking."""
     structures = saliency.structures
@@ -88,7 +99,7 @@ def _together(
     weights = _weights(structures, scale)
     if budget is not None:
         order = greedy(saliency, room.total, weights, room)
-        return _within(structures, lambda n: _rounded(structures, order[:n], round_to), len(order), *budget)
+        return _within(structures, lambda n: _rounded(structures, order[:n], round_to), len(order), budget)
     ratio = 0.5 if ratio is None else ratio
     check_share("ratio", ratio)
     count = round(ratio * len(structures))
@@ -104,7 +115,7 @@ def _by_layer(
     saliency: Saliency,
     quotas: Quotas,
     ratio: float | None,
-    budget: Budget,
+    budget: Budget | None,
     cap: float | None,
     scale: str | None,
     round_to: int,
@@ -118,7 +129,7 @@ def _by_layer(
 
     if budget is not None:
         steps = [0.0, *quotas.steps()]
-        return _within(structures, lambda n: at(steps[n]), len(steps) - 1, *budget)
+        return _within(structures, lambda n: at(steps[n]), len(steps) - 1, budget)
     if ratio is None:
         ratio = 0.0 if quotas.shares else 0.5
     refuse_above_cap(ratio, cap)
@@ -150,7 +161,7 @@ def _filler(saliency: Saliency, cap: float | None, scale: str | None) -> Callabl
     return lambda quotas: torch.cat([one(i, k) for i, k in enumerate(quotas)])
 
 
-def _budget(ratio: float | None, params: float | None, macs: float | None) -> Budget:
+def _budget(ratio: float | None, params: float | None, macs: float | None, style: Style) -> Budget | None:
     given = {"ratio": ratio, "params": params, "macs": macs}
     named = {name: value for name, value in given.items() if value is not None}
     if len(named) > 1:
@@ -167,11 +178,12 @@ def _budget(ratio: float | None, params: float | None, macs: float | None) -> Bu
         raise ArgumentError(
             f"{name}={value!r} must be the share that may be left, up to 1, or a whole number of {name}."
         )
-    return name, value
+    return Budget(name, value, style)
 
 
-def _within(structures: Structures, chosen: Callable[[int], Tensor], most: int, what: str, limit: float) -> Tensor:
+def _within(structures: Structures, chosen: Callable[[int], Tensor], most: int, budget: Budget) -> Tensor:
     """The first of the growing sets ``chosen(0), ..., chosen(most)`` whose removal meets the limit."""
+    what, limit = budget.what, budget.limit
     if structures.flow is None or structures.kind == "weights":
         raise ArgumentError(f"{what}= needs the channel flow of the network, which these structures do not have.")
     flow = structures.flow
@@ -181,13 +193,13 @@ def _within(structures: Structures, chosen: Callable[[int], Tensor], most: int, 
 
     def left(count: int) -> int:
         removed = flow.removed(structures.channels_of(chosen(count)), places)
-        return getattr(cost_of(flow, flow.layout(removed)), what)
+        return getattr(cost_of(flow, flow.layout(removed, budget.style)), what)
 
     low, high = 0, most
     if left(high) > target:
         raise ArgumentError(
             f"{what}={limit} cannot be met: with everything removed that may go, {left(high):,} of {whole:,} {what} "
-            "are left. Raise it, lift the cap, or exclude fewer layers."
+            "are left. Raise it, lift the cap, round less, or exclude fewer layers."
         )
     while low < high:
         middle = (low + high) // 2

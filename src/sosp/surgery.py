@@ -9,15 +9,13 @@ from torch import nn
 
 from sosp.checkpoint.shapes import shapes
 from sosp.cost import Cost, cost_of
-from sosp.errors import StructureError, one_of, whole_number
+from sosp.errors import StructureError
 from sosp.flow import Flow, follow
 from sosp.flow.layout import Style
 from sosp.flow.plan import plan, set_zero
 from sosp.mask import Mask, check_mask, masked
 from sosp.recipe import Recipe, apply
 from sosp.verify import check_same
-
-JOINS = ("scatter", "zeros")
 
 
 def shrink(
@@ -34,10 +32,9 @@ def shrink(
     widths of the streams up, as fast kernels like them; round those of the layers in ``select``.
     """
     check_mask(model, mask)
-    one_of("join", join, JOINS)
     if mask.kind == "weights":
         raise StructureError("single weights cannot be cut out of a layer: use sosp.masked, or kind='filters'.")
-    style = Style(join, whole_number("round_to", round_to))
+    style = Style(join, round_to)
     return shrink_along(model, mask, example, follow(model, example), style, verify=verify)[0]
 
 

@@ -27,8 +27,9 @@ def sections_for(word: str, given: Sections) -> tuple[Sections, Record | None]:
         raise ArgumentError(f"{word} is a run, which has its weights: leave out --weights, or name the network itself.")
     before = record.config.as_dict()
     found["model"] = {**before["model"], **given.get("model", {}), "weights": str(file)}
-    if "data" in given:
-        found["data"] = given["data"] or before.get("data", {})
+    if "data" in given:  # a folder alone: the same dataset, which lies elsewhere now
+        same = {} if "name" in given["data"] else before.get("data", {})
+        found["data"] = {**same, **given["data"]}
     return found, record
 
 

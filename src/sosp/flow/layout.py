@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sosp.errors import one_of, whole_number
 from sosp.flow.graph import Cut, Dense, Graph, Ids
+
+JOINS = ("scatter", "zeros")
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,10 @@ class Style:
 
     join: str = "scatter"  # a layer with fewer channels than its stream: "scatter" them, or fill up with "zeros"
     round_to: int = 1  # widths of the inputs of layers are multiples of this, where there are enough channels
+
+    def __post_init__(self) -> None:
+        one_of("join", self.join, JOINS)
+        whole_number("round_to", self.round_to)
 
 
 @dataclass(frozen=True)
