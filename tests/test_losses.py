@@ -149,6 +149,14 @@ def test_a_loss_that_is_not_convex_is_refused(loss: Callable[[Tensor, Tensor], T
         curvature(loss, randn(6, 3), chunk(torch.zeros(6)))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_does_not_look_concave(dtype: torch.dtype) -> None:
+    f, y = (8 * randn(20, 10)).to(dtype), torch.arange(20) % 10
+    found = curvature(lambda f, y: F.cross_entropy(f, y, reduction="none"), f, chunk(y))
+    exact = curvature("cross_entropy", f.double(), chunk(y))
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-6)
+
+
 def test_too_many_outputs_for_a_loss_of_ones_own() -> None:
     with pytest.raises(LossError, match=r"3000.*sosp-h"):
         curvature(exponential, randn(2, 3000), chunk(torch.zeros(2)))

@@ -4,9 +4,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import sosp
 from shrinking import case, convolutions, mixing, movement, norms, tokens
+from sosp.errors import StructureError
 
 
 def line_of(module: ModuleType, text: str) -> str:
@@ -42,3 +45,31 @@ def test_where_everything_can_be_followed_no_layer_is_pinned(name: str) -> None:
     c = case(name)
     flow = sosp.trace(c.model, c.example)
     assert [record for record in flow.pinned if set(record.layers) & set(c.layers)] == []
+
+
+class Watched(nn.Module):
+    """Beside its output it keeps what probes say of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 12), nn.Linear(12, 5)
+        self.probe = nn.Sequential(nn.Linear(12, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.body(x).relu()
+        self.seen = self.probe(z)
+        return self.head(z)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.6])
+def test_what_is_computed_beside_the_output_stays(ratio: float) -> None:
+    torch.manual_seed(0)
+    model, x = Watched().eval(), torch.randn(30, 8)
+    with pytest.raises(StructureError, match=r"exclude=\['probe\.0'\]"):
+        sosp.prune(model, (x, torch.arange(30) % 5), ratio=ratio)
+    found = sosp.prune(model, (x, torch.arange(30) % 5), ratio=ratio, exclude=["probe"])
+    masked, params = sosp.masked(model, found.mask), sum(p.numel() for p in found.model.parameters())
+    torch.testing.assert_close(found.model(x), masked(x))
+    torch.testing.assert_close(found.model.seen, masked.seen)
+    assert (found.model.probe[0].in_features, found.model.probe[0].out_features) == (12 - found.mask.chosen, 6)
+    assert sosp.count(model, x[:2], found.mask).params == found.cost_after.params == params

@@ -3,6 +3,7 @@
 import csv
 import json
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from sosp.comparison.cells import Cells
 from sosp.config import Pruning
 from sosp.criteria.surgeon import BLOCK, DAMPING, eliminated
 from sosp.errors import ArgumentError
-from sosp.repair import absent, plan
+from sosp.losses import LossLike
+from sosp.repair import Absent, plan
 from test_repair import inputs, off
 
 
@@ -84,6 +86,32 @@ def test_prune_and_repair() -> None:
     assert str(repaired).splitlines()[-1] == repaired.repaired.summary
 
 
+@pytest.mark.parametrize("loss", ["mse", lambda f, y: (f - y).square().mean(1)], ids=["by name", "of ones own"])
+def test_outputs_that_are_numbers_are_repaired_as_numbers(loss: LossLike) -> None:
+    c = case("mlp")
+    x = inputs(c.inputs)
+    data = (x, 50 * c.model(x).detach())
+    found = sosp.prune(c.model, data, ratio=0.4, loss=loss, repair=True)
+    plain = sosp.shrink(c.model, found.mask, x)
+    wanted = sosp.repair(plain, c.model, data, loss="mse")
+    for name, weight in wanted.model.state_dict().items():
+        assert torch.equal(found.model.state_dict()[name], weight), name
+    assert found.repaired is not None
+    with torch.no_grad():
+        ours, theirs = found.model(x), c.model(x)
+    share = float((ours - theirs).square().sum() / (theirs - theirs.mean(0)).square().sum())
+    assert abs(found.repaired.agreement_after - (1 - share)) < 0.1  # of the variance, on other inputs
+
+
+@pytest.mark.parametrize(("widths", "macs"), [((15, 12, 19, 5), 0.6), ((9, 7, 17, 5), 0.37)])
+def test_rounds_do_not_round_a_budget_up(widths: tuple[int, ...], macs: float) -> None:
+    torch.manual_seed(0)
+    layers = [m for a, b in pairwise(widths) for m in (nn.Linear(a, b), nn.ReLU())]
+    model, x = nn.Sequential(*layers[:-1]), torch.randn(200, widths[0])
+    found = sosp.prune(model, (x, torch.randint(5, (200,))), macs=macs, repair=True, rounds=2)
+    assert found.cost_after.macs <= macs * found.cost_before.macs
+
+
 @pytest.mark.parametrize("budget", [{"ratio": 0.5}, {"params": 0.4}, {"macs": 0.5}, {}], ids=str)
 def test_rounds_meet_the_budget(budget: dict[str, float]) -> None:
     c = case("conv-bn")
@@ -103,15 +131,47 @@ def test_rounds_meet_the_budget(budget: dict[str, float]) -> None:
     assert off(found.model, c.model, x) < 1
 
 
+def weight_normed() -> nn.Module:
+    norm = torch.nn.utils.parametrizations.weight_norm
+    convolutions = norm(nn.Conv2d(3, 8, 3)), nn.ReLU(), norm(nn.Conv2d(8, 12, 3)), nn.ReLU()
+    return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), norm(nn.Linear(12, 5)))
+
+
+def grouped(*middle: nn.Module) -> nn.Module:
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 5)
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), *middle, nn.ReLU(), nn.Conv2d(24, 24, 1), nn.ReLU(), *head)
+
+
+ROUNDS = {
+    "weight norm": weight_normed,
+    "groups": lambda: grouped(nn.Conv2d(16, 24, 3, groups=4)),
+    "transposed groups": lambda: grouped(nn.ConvTranspose2d(16, 24, 3, groups=2)),
+    "depthwise": lambda: grouped(nn.Conv2d(16, 48, 3, groups=16), nn.ReLU(), nn.Conv2d(48, 24, 1)),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+@pytest.mark.parametrize("budget", [{"macs": 0.6}, {"ratio": 0.4}], ids=str)
+def test_the_mask_of_all_rounds_is_that_of_the_network(name: str, budget: dict[str, float]) -> None:
+    torch.manual_seed(0)
+    model, x = ROUNDS[name]().eval(), torch.randn(300, 3, 10, 10)
+    found = sosp.prune(model, (x, torch.arange(300) % 5), **budget, repair=True, rounds=3, examples=100)
+    counted, built = sosp.count(model, x[:2], found.mask), sosp.count(found.model, x[:2])
+    assert (counted.macs, counted.params) == (built.macs, built.params)
+    assert 0 < found.mask.chosen < found.mask.structures
+
+
 def test_what_is_absent() -> None:
     c = case("residual")
     structures = sosp.find_structures(c.model, c.inputs)
     gone = {"block1.conv1": [0], "block2.conv1": [1, 2], "block2.conv2": [0, 3]}
     mask = sosp.Mask.from_removed(c.model, gone, c.inputs)
+    absent = Absent(structures)
+    absent.cut(sosp.trace(c.model, c.inputs), mask)
+    assert absent.mask() == mask
     once = sosp.shrink(c.model, mask, c.inputs)
-    assert absent(once, c.model, structures) == mask
-    again = sosp.shrink(once, sosp.Mask.from_removed(once, {"block2.conv2": [0, 1]}, c.inputs), c.inputs)
-    lacks = absent(again, c.model, structures).removed
+    absent.cut(sosp.trace(once, c.inputs), sosp.Mask.from_removed(once, {"block2.conv2": [0, 1]}, c.inputs))
+    lacks = absent.mask().removed
     assert lacks["block2.conv2"].tolist() == [0, 1, 2, 3]
     assert lacks["block2.conv1"].tolist()[-2:] == [1, 2]
 

@@ -384,12 +384,14 @@ def test_the_cut() -> None:
 
 
 def test_how_far_the_prediction_is_good() -> None:
-    def course(*second: float | None) -> Course:
-        points = [Point(10 * k, 1.0 + k, 0.5, 0.0, value) for k, value in enumerate((0.0, *second))]
+    def course(*second: float | None, sign: int = 1) -> Course:
+        points = [Point(10 * k, 1.0 + sign * k, 0.5, 0.0, value) for k, value in enumerate((0.0, *second))]
         return Course(100, tuple(points))
 
     assert "up to 20 removed structures (20%)" in verdict(course(0.6, 3.9, 1.4), {"structures": 100})
     assert "from the first point on" in verdict(course(0.4, 2.0), {"structures": 100})
+    assert "up to 20 removed structures (20%)" in verdict(course(-0.6, -3.9, -1.4, sign=-1), {"structures": 100})
+    assert "from the first point on" in verdict(course(0.9, sign=-1), {"structures": 100})
     assert "first-order prediction" in verdict(course(None, None), {"structures": 100})
 
 

@@ -154,6 +154,35 @@ def test_scale_divides_the_cost() -> None:
     assert sosp.select(paired, ratio=0.5, scale="macs") == sosp.select(s, ratio=0.5, scale="macs")
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_scale_divides_what_a_structure_adds_to_those_gone(objective: str, seed: int) -> None:
+    s = saliency(9, seed, objective)
+    assert s.first is not None
+    assert s.pairs is not None
+    sizes = torch.rand(9, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 50 + 1
+    gone: list[int] = []
+    for _ in range(9):
+        now = subsets.value(objective, s.first, s.pairs, gone)
+        rises = {i: subsets.value(objective, s.first, s.pairs, [*gone, i]) - now for i in range(9) if i not in gone}
+        worth = {i: rise / sizes[i] if rise > 0 else rise * sizes[i] for i, rise in rises.items()}
+        gone.append(min(worth, key=lambda i: float(worth[i])))
+    assert order_of(s, 9, sizes) == gone
+
+
+def test_an_objective_that_is_asked_for_takes_the_place_of_the_methods_own() -> None:
+    c = case("mlp")
+    data = (c.inputs, c.targets)
+    assert sosp.score(c.model, data, method="ccp").objective == "signed"
+    assert sosp.score(c.model, data, method="ccp", objective="individual").objective == "individual"
+    assert sosp.score(c.model, data).objective == "individual"
+
+
+def test_of_two_gains_the_larger_structure_goes_first() -> None:
+    s = sosp.Saliency(structures(1, 1), "ccp", torch.tensor([0.9, 1.0], dtype=torch.float64), objective="signed")
+    assert order_of(s, 2, torch.tensor([64.0, 6400.0])) == [1, 0]
+
+
 def test_ratio_counts_structures_and_groups_bring_all_their_channels() -> None:
     c = case("residual")
     tied = sosp.find_structures(c.model, c.inputs[:2], groups=[["conv1", "block1.conv2"]])

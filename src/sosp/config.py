@@ -142,7 +142,9 @@ class Pruning:
         SHARES, "Shares to remove from layers or patterns: layer1.*=0.3,conv1=0. Others lose the ratio, or nothing."
     )
     scale: str | None = option(TEXT, "Divide what a structure costs by its size.", choices=SCALES)
-    objective: str = option(TEXT, "Where the absolute values stand.", "individual", choices=OBJECTIVES)
+    objective: str | None = option(
+        TEXT, "Where the absolute values stand.", choices=OBJECTIVES, shown="individual, or the method's own"
+    )
     groups: str = option(
         TEXT, "coupled: whole channels of a stream, faster to run.", "independent", choices=("independent", "coupled")
     )

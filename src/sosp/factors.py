@@ -147,7 +147,7 @@ def _dense_factors(loss: Callable[[Any, Any], Tensor], outputs: Any, chunk: Chun
             f"{LARGEST_R}). Use method='sosp-h', which never forms it."
         )
     R = output_hessian(loss, outputs, chunk)
-    w, V = torch.linalg.eigh(R.to(torch.promote_types(R.dtype, torch.float32)))
+    w, V = torch.linalg.eigh(R)
     if bool((w < -1e-6 * w.abs().amax().clamp_min(1e-30)).any()):
         raise LossError(
             "the loss is not convex in the network's outputs, so its Gauss-Newton matrix is no measure of damage. "
@@ -184,7 +184,8 @@ def _fresh(outputs: Any) -> tuple[Any, list[Tensor]]:
 
     def leaf(x: Any) -> Any:
         if isinstance(x, Tensor) and x.is_floating_point():
-            leaves.append(x.detach().clone().requires_grad_())
+            wide = torch.promote_types(x.dtype, torch.float32)  # rounding in half precision looks like a concave loss
+            leaves.append(x.detach().to(wide, copy=True).requires_grad_())
             return leaves[-1]
         return x
 

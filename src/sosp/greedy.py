@@ -72,8 +72,7 @@ def ranks_of(saliency: Saliency) -> Tensor:
 
 def _by_order(scores: Tensor, count: int, weights: Tensor | None, room: Room) -> Tensor:
     """Costs do not depend on what is gone: sort once, skipping layers that are full."""
-    costs = scores.double() if weights is None else scores.double() / weights.to(scores.device)
-    order = torch.argsort(costs, stable=True)
+    order = torch.argsort(_per_size(scores.double(), weights), stable=True)
     if not room.bounded:
         return order[:count]
     # The place of each structure among its layer's, in the order they go: the first `left` of a layer may go.
@@ -89,12 +88,10 @@ def _by_order(scores: Tensor, count: int, weights: Tensor | None, room: Room) ->
 def _one_by_one(saliency: Saliency, count: int, weights: Tensor | None, room: Room) -> Tensor:
     """O(S) a step: every cost is kept up to date by the row of the structure that just went."""
     state = OBJECTIVES[saliency.objective](saliency)
-    scale = None if weights is None else weights.to(saliency.scores)
     state.close(room.full())
     order = torch.empty(count, dtype=torch.long, device=room.owner.device)
     for i in track(range(count), "selecting", count):
-        costs = state.costs()
-        s = torch.argmin(costs if scale is None else costs / scale)  # the first of equals
+        s = torch.argmin(state.costs() if weights is None else _per_size(state.rise(), weights))  # the first of equals
         order[i] = s
         state.remove(s)
         state.close(s)
@@ -102,6 +99,14 @@ def _one_by_one(saliency: Saliency, count: int, weights: Tensor | None, room: Ro
         if closed is not None:
             state.close(closed)
     return order
+
+
+def _per_size(costs: Tensor, sizes: Tensor | None) -> Tensor:
+    """What a unit of size costs; where a structure's going is a gain, the larger one is worth more."""
+    if sizes is None:
+        return costs
+    sizes = sizes.to(costs)
+    return torch.where(costs < 0, costs * sizes, costs / sizes)
 
 
 class Individual:
@@ -112,6 +117,10 @@ class Individual:
         self.cost = saliency.scores.clone()
 
     def costs(self) -> Tensor:
+        return self.cost
+
+    def rise(self) -> Tensor:
+        """(S,) by how much the objective would rise."""
         return self.cost
 
     def remove(self, s: Tensor) -> None:
@@ -135,14 +144,23 @@ class Joint:
         self.first, self.pairs = saliency.first, saliency.pairs
         self.slope = self.first.clone()
         self.curve = torch.zeros_like(self.first) if own is None else own.clone()
+        self.lost = self.first.new_zeros(())  # sum f over what is gone
         self.gone = self.first.new_zeros(())  # sum H over what is gone
 
     def costs(self) -> Tensor:
-        return torch.add(self.slope, self.curve, alpha=-0.5).abs_()
+        """(S,) the objective if a structure went too."""
+        return self.objective(self.slope, self.curve)
+
+    def rise(self) -> Tensor:
+        return self.costs() - self.objective(self.lost, self.gone)
+
+    def objective(self, slope: Tensor, curve: Tensor) -> Tensor:
+        return torch.add(slope, curve, alpha=-0.5).abs_()
 
     def remove(self, s: Tensor) -> None:
         # f_u + F becomes f_u + F + f_s; H_uu + 2 sum H_ug + G gains 2 H_us, and G moves to what it is with s.
         self.slope += self.first[s]
+        self.lost = self.lost + self.first[s]
         gone = self.curve[s].clone()
         self.curve += gone - self.gone
         self.gone = gone
@@ -156,15 +174,15 @@ class Joint:
 class Order(Joint):
     """``|sum_s f_s| + 1/2 |sum_ss' H_ss'|``: the absolute values around each order."""
 
-    def costs(self) -> Tensor:
-        return self.slope.abs().add_(self.curve.abs(), alpha=0.5)
+    def objective(self, slope: Tensor, curve: Tensor) -> Tensor:
+        return slope.abs().add_(curve.abs(), alpha=0.5)
 
 
 class Signed(Joint):
     """Eq. 2 without the absolute value, ``-sum_s f_s + 1/2 sum_ss' H_ss'``: what lowers the loss goes first (CCP)."""
 
-    def costs(self) -> Tensor:
-        return torch.add(-self.slope, self.curve, alpha=0.5)
+    def objective(self, slope: Tensor, curve: Tensor) -> Tensor:
+        return torch.add(-slope, curve, alpha=0.5)
 
     def close(self, which: Tensor) -> None:
         self.slope[which] = -torch.inf

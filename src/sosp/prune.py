@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import floor
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from sosp.checkpoint import save
 from sosp.cost import Cost, whole_cost
 from sosp.criteria import score
 from sosp.errors import ArgumentError, whole_number
-from sosp.flow import trace
+from sosp.flow import Flow, trace
 from sosp.flow.layout import Style
 from sosp.losses import LossLike
 from sosp.mask import Mask
 from sosp.records import Saliency
-from sosp.repair import Repaired, absent
+from sosp.repair import Absent, Repaired
 from sosp.repair import repair as repair_network
 from sosp.selection import select
 from sosp.structures import Exclude, excluded_names, find_structures
@@ -76,8 +77,9 @@ def prune(
     steps one by one: ``find_structures``, ``score``, ``select``, ``shrink``. The model itself is left as it was.
 
     ``repair=True`` refits what is left to what the whole network computes, see ``sosp.repair``: most of the accuracy
-    back without labels and without training. With ``rounds`` it is cut and repaired bit by bit, and scored anew each
-    time: the more is removed, the more that helps.
+    back without labels and without training; outputs are fitted as ``loss`` takes them, with a loss of your own as
+    numbers. With ``rounds`` it is cut and repaired bit by bit, and scored anew each time: the more is removed, the more
+    that helps.
     """
     whole_number("rounds", rounds)
     example, data = peek(data)
@@ -91,7 +93,8 @@ def prune(
 
     budget = {"ratio": ratio, "params": params, "macs": macs}
     if repair:
-        return repaired_cut(model, data, example, budget, scored, rounds)
+        outputs = loss if isinstance(loss, str) else "mse"  # nothing is known of what a loss of their own makes of them
+        return repaired_cut(model, data, example, budget, scored, rounds, outputs=outputs)
     if rounds > 1:
         raise ArgumentError(f"rounds={rounds} is for repair=True: between two cuts the network is repaired.")
     return cut(model, scored(model), example, budget)
@@ -105,24 +108,25 @@ def repaired_cut(
     scored: Callable[[nn.Module], Saliency],
     rounds: int,
     style: Style | None = None,
+    outputs: str = "cross_entropy",
 ) -> Pruned:
     """Cut and repair, in rounds: all but the first score and cut what the one before has left."""
     network, first = model, scored(model)
-    saliency = first
+    saliency, absent = first, Absent(first.structures)
     for k in range(1, rounds):
         found = cut(network, saliency, example, _so_far(choice, k / rounds, first, saliency))
-        network = repair_network(found.model, model, data).model
+        absent.cut(_flow(network, saliency, example), found.mask)
+        network = repair_network(found.model, model, data, loss=outputs).model
         saliency = scored(network)
-    last = _so_far(choice, 1.0, first, saliency)
-    found = cut(network, saliency, example, last, style)
-    fixed = repair_network(found.model, model, data)
-    mask = found.mask
-    if network is not model:
-        # Of a network that computes zeros for what is gone, the plain one tells what that is.
-        plain = found if style is None else cut(network, saliency, example, last)
-        mask = absent(plain.model, model, first.structures)
-    flow = first.structures.flow or trace(model, example)
-    return Pruned(fixed.model, mask, first, whole_cost(flow), found.cost_after, fixed)
+    found = cut(network, saliency, example, _so_far(choice, 1.0, first, saliency), style)
+    absent.cut(_flow(network, saliency, example), found.mask)
+    fixed = repair_network(found.model, model, data, loss=outputs)
+    mask = found.mask if network is model else absent.mask()
+    return Pruned(fixed.model, mask, first, whole_cost(_flow(model, first, example)), found.cost_after, fixed)
+
+
+def _flow(model: nn.Module, saliency: Saliency, example: Any) -> Flow:
+    return saliency.structures.flow or trace(model, example)
 
 
 def _so_far(choice: Mapping[str, Any], share: float, first: Saliency, now: Saliency) -> dict[str, Any]:
@@ -133,7 +137,7 @@ def _so_far(choice: Mapping[str, Any], share: float, first: Saliency, now: Salie
         if choice.get(name) is not None and first.structures.flow is not None:
             whole = getattr(whole_cost(first.structures.flow), name)
             wanted = choice[name] / whole if choice[name] > 1 else choice[name]
-            return {**choice, name: max(2, round(whole * wanted**share))}
+            return {**choice, name: max(2, floor(whole * wanted**share * (1 + 1e-12)))}
     ratio = 0.5 if choice.get("ratio") is None else choice["ratio"]
     left = len(first.structures) * (1 - ratio) ** share
     return {**choice, "ratio": max(0.0, 1 - left / len(now.structures))}
@@ -143,7 +147,7 @@ def cut(
     model: nn.Module, saliency: Saliency, example: Any, choice: Mapping[str, Any], style: Style | None = None
 ) -> Pruned:
     """Select by ``choice``, what ``select`` is told, and shrink; a budget is met by the network that is built."""
-    flow = saliency.structures.flow or trace(model, example)
+    flow = _flow(model, saliency, example)
     budgeted = choice.get("params") is not None or choice.get("macs") is not None
     while True:
         mask = select(saliency, **choice)

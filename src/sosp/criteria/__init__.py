@@ -137,7 +137,7 @@ def score(
     structures: Structures | None = None,
     examples: int | None = 1000,
     generator: torch.Generator | None = None,
-    objective: str = "individual",
+    objective: str | None = None,
     classes: int | None = None,
 ) -> Saliency:
     """What removing each structure does to the loss, from ``examples`` examples of ``data``.
@@ -146,15 +146,16 @@ def score(
     the model's own. Methods that look at weights alone do not read it: it may be None where structures are given.
     ``loss``: ``"cross_entropy"``, ``"mse"`` or a function of (outputs, targets) that returns one loss per example.
     ``structures``: from ``find_structures``; filters gated at their features by default, coupled where the method
-    needs it. ``objective``: how the terms are combined, see ``Saliency.scores`` and ``select``; "ccp" comes with one of
-    its own. ``classes``: for SOSP-I with many outputs, sample this many labels per example (unbiased) instead of taking
-    every output.
+    needs it. ``objective``: how the terms are combined, see ``Saliency.scores`` and ``select``; "individual" where the
+    method has none of its own, as "ccp" has. ``classes``: for SOSP-I with many outputs, sample this many labels per
+    example (unbiased) instead of taking every output.
 
     The model is evaluated in eval mode, whatever mode it is in, and is left exactly as it was. Where torchrun started
     several processes, each takes its share of the examples and all get the same saliency; give all the same data.
     """
     one_of("method", method, METHODS)
-    one_of("objective", objective, OBJECTIVES)
+    if objective is not None:
+        one_of("objective", objective, OBJECTIVES)
     check_loss(loss)
     chosen = METHODS[method]
     if classes is not None and not chosen.samples:
@@ -172,8 +173,7 @@ def score(
             check_structures(model, structures, method)
         mine = share(chunks, ranks.rank(), ranks.ranks())
         found = chosen.run(Problem(model, structures, loss, mine, examples), Options(classes, generator))
-    wanted = chosen.objective if objective == "individual" else objective
-    return _saliency(found, structures, method, next(model.parameters()).dtype, wanted)
+    return _saliency(found, structures, method, next(model.parameters()).dtype, objective or chosen.objective)
 
 
 def _chunks(data: Any, examples: int | None, generator: torch.Generator | None) -> Iterator[Chunk]:

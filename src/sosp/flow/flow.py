@@ -73,8 +73,14 @@ class Flow:
     def pins(self) -> Ids:
         """All values that must stay."""
         if self._pins is None:
-            self._pins = np.unique(np.concatenate([np.array([ZERO, OPAQUE]), *(p.ids for p in self.graph.pins)]))
+            known = np.unique(np.concatenate([np.array([ZERO, OPAQUE]), *(p.ids for p in self.graph.pins)]))
+            self._pins = np.union1d(known, self._idle(known))
         return self._pins
+
+    def _idle(self, pins: Ids) -> Ids:
+        """What layers compute that no output needs, kept by the code in its own way: a probe, an auxiliary loss."""
+        unneeded = solve(self.graph, self.classes, pins, {}, Style()).emptied
+        return np.concatenate([pins[:0], *(d.out for d in self.graph.dense.values() if d.weight in unneeded)])
 
     def pin(self, pins: list[Pin]) -> None:
         """More channels that must stay, found when a smaller network was tried out."""

@@ -1,35 +1,39 @@
-"""What a network that was cut several times lacks, as one mask of the original."""
+"""What a network that is cut several times lacks, as one mask of the original."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+import numpy as np
 import torch
-from torch import Tensor, nn
 
-from sosp.errors import StructureError
-from sosp.layers import layer_type
+from sosp.flow import Flow
+from sosp.flow.plan import stay
 from sosp.mask import Mask
 from sosp.records import Structures
-from sosp.repair.pairs import channels_of, recipes_between
 
 
-def absent(small: nn.Module, model: nn.Module, structures: Structures) -> Mask:
-    """The mask of all structures of ``model`` no channel of which is left in ``small``."""
-    present = torch.zeros(len(structures), dtype=torch.bool)
-    for ids in _present(small, model, structures):
-        present[ids[ids >= 0].cpu()] = True
-    return Mask.from_structures(structures, (~present).nonzero().flatten())
+class Absent:
+    """Cut by cut, what is gone of every layer: removed by a mask, or needed by nothing any more."""
 
+    def __init__(self, structures: Structures) -> None:
+        self.structures = structures
+        self.left = {layer.name: np.arange(layer.channels) for layer in structures.layers}  # in the original's numbers
+        self.gone = {layer.name: np.zeros(layer.channels, dtype=bool) for layer in structures.layers}
 
-def _present(small: nn.Module, model: nn.Module, structures: Structures) -> Iterator[Tensor]:
-    """The structures of the channels that are left, layer by layer."""
-    recipes = recipes_between(small, model)
-    for layer, ids in zip(structures.layers, structures.ids, strict=True):
-        module = small.get_submodule(layer.name)
-        if layer_type(module) is None:  # nothing is left of it
-            continue
-        kept = channels_of(layer.name, module, recipes, layer.channels)
-        if kept is None:
-            raise StructureError(f"it cannot be told which channels of {layer.name!r} are left.")
-        yield ids[kept.to(ids.device)]
+    def cut(self, flow: Flow, mask: Mask) -> None:
+        """The network with this flow, which is what the cuts so far have left, loses what the mask removes."""
+        for name, channels in mask.removed.items():
+            self.gone[name][self.left[name][channels.cpu().numpy()]] = True
+        layout = flow.layout(flow.removed(mask.removed, {layer.name: layer.norms for layer in mask.layers}))
+        emptied = {d.module for d in flow.graph.dense.values() if d.weight in layout.emptied}
+        for name, numbers in self.left.items():
+            calls = flow.graph.calls.get(name, ()) if name not in emptied else ()
+            self.left[name] = numbers[stay(layout.counts, calls[0].given)] if calls else numbers[:0]
+
+    def mask(self) -> Mask:
+        """Of all structures no channel of which is there: rows that only fill up a group are not."""
+        present = torch.zeros(len(self.structures), dtype=torch.bool)
+        for layer, ids in zip(self.structures.layers, self.structures.ids, strict=True):
+            numbers = self.left[layer.name]
+            there = ids.cpu()[torch.from_numpy(numbers[~self.gone[layer.name][numbers]])]
+            present[there[there >= 0]] = True
+        return Mask.from_structures(self.structures, (~present).nonzero().flatten())

@@ -28,11 +28,10 @@ def answers(model: nn.Module, parts: Sequence[Part]) -> Tensor:
 class Likeness:
     """How like the original's answers some answers are."""
 
-    agreement: float  # share of those with the same largest output; of single numbers, share of their variance
+    agreement: float  # share of those with the same largest output; of numbers, share of their variance
     error: float
 
     @classmethod
-    def of(cls, ours: Tensor, theirs: Tensor, measure: Measure) -> Likeness:
+    def of(cls, ours: Tensor, theirs: Tensor, measure: Measure, *, classes: bool) -> Likeness:
         error = float(measure.error(ours, theirs))
-        same = float((ours.argmax(1) == theirs.argmax(1)).double().mean()) if theirs.shape[1] > 1 else 1 - error
-        return cls(same, error)
+        return cls(float((ours.argmax(1) == theirs.argmax(1)).double().mean()) if classes else 1 - error, error)

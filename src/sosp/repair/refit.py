@@ -96,7 +96,12 @@ class Work:
 
 
 def _outputs(loss: str, width: int) -> Measure:
-    return divergence() if loss == "cross_entropy" and width > 1 else squares(EVERYTHING)
+    return divergence() if _are_classes(loss, width) else squares(EVERYTHING)
+
+
+def _are_classes(loss: str, width: int) -> bool:
+    """Whether outputs are the logits of classes, and not numbers by themselves."""
+    return loss == "cross_entropy" and width > 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,12 +117,12 @@ class Done:
 def _repaired(work: Work, tasks: Sequence[Task], sweeps: int) -> Done:
     """Go through the network; back to the start if all of it together is no better for it."""
     theirs = answers(work.model, work.parts)
-    measure = _outputs(work.loss, theirs.shape[1])
+    measure, classes = _outputs(work.loss, theirs.shape[1]), _are_classes(work.loss, theirs.shape[1])
     old = {name: x.clone() for name, x in work.small.state_dict().items()}
-    before = Likeness.of(answers(work.small, work.parts), theirs, measure)
+    before = Likeness.of(answers(work.small, work.parts), theirs, measure, classes=classes)
     for _ in range(sweeps):
         errors = list(_sweep(work, tasks))
-    after = Likeness.of(answers(work.small, work.parts), theirs, measure)
+    after = Likeness.of(answers(work.small, work.parts), theirs, measure, classes=classes)
     if after.error < before.error:
         return Done(
             {n: x.clone() for n, x in work.small.state_dict().items()}, errors, before.agreement, after.agreement

@@ -30,7 +30,7 @@ class Repaired:
 
     model: nn.Module
     layers: tuple[LayerError, ...]  # in the order of the network; of the last sweep
-    agreement_before: float  # with the original network, on the inputs held out: the share of equal answers
+    agreement_before: float  # with the original, on the inputs held out: share of equal answers, or of the variance
     agreement_after: float
     examples: int  # inputs, those held out among them
     seconds: float

@@ -41,7 +41,7 @@ def verdict(course: Course, pruned: dict[str, int]) -> str:
     start, good = course.points[0], 0
     for point in course.points[1:]:
         found, wanted = getattr(point, order), change(point, start)
-        if found is None or wanted is None or not wanted / FACTOR <= found <= wanted * FACTOR:
+        if found is None or wanted is None or not near(found, wanted):
             break
         good = point.removed
     if not good:
@@ -50,6 +50,11 @@ def verdict(course: Course, pruned: dict[str, int]) -> str:
         f"The {order}-order prediction stays within a factor of {FACTOR} of the measured change up to {good:,} removed "
         f"structures ({good / pruned['structures']:.0%})."
     )
+
+
+def near(found: float, wanted: float) -> bool:
+    """The same sign, and within the factor of each other: a loss may also fall."""
+    return found * wanted >= 0 and abs(wanted) / FACTOR <= abs(found) <= abs(wanted) * FACTOR
 
 
 def change(point: Point, start: Point) -> float | None:
