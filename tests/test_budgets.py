@@ -292,6 +292,30 @@ def test_a_budget_is_met_by_the_network_with_zeros(name: str, round_to: int, wha
     assert numbers_of(s, mask) == set(wanted)
 
 
+class Heads(nn.Module):
+    """Attention whose code fixes how many heads there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.out, self.head = (nn.Linear(*n) for n in ((8, 16), (16, 48), (16, 16), (16, 5)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
+        return self.head((x + self.out((weights @ v).transpose(1, 2).flatten(2)))[:, 0])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_budget_is_met_where_no_head_may_go_as_a_whole(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, x = Heads(), torch.randn(24, 6, 8)
+    s = sosp.score(model, (x, torch.randint(5, (24,))), method="taylor")
+    for macs in (0.3, 0.5, 0.7):
+        small = sosp.shrink(model, sosp.select(s, macs=macs), x[:4])
+        assert sosp.count(small, x[:4]).macs <= macs * sosp.count(model, x[:4]).macs
+
+
 def test_zeros_in_place_of_scatters_take_more_to_meet_a_budget() -> None:
     those = [saliency(case("residual"), seed=seed) for seed in range(5)]
     zeros, scatters = (

@@ -344,6 +344,20 @@ def test_it_trains() -> None:
     assert all(p.grad is not None for p in small.parameters())
 
 
+def test_it_runs_where_torch_would_run_past_modules() -> None:
+    """Encoder layers in eval mode, without gradients, take their layers' weights to one fused kernel."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Linear(8, 16), encoder, nn.Flatten(), nn.Linear(96, 5)).double().eval()
+    x = torch.randn(40, 6, 8, dtype=torch.float64)
+    small = eigendamage(model, (x, torch.arange(40) % 5), ratio=0.8).model.eval()
+    assert any(isinstance(m, Bottleneck) for m in small[1].modules())
+    wanted = small(x).detach()
+    with torch.no_grad():
+        torch.testing.assert_close(small(x), wanted, **SAME)
+
+
 def test_it_is_pruned_further() -> None:
     c = case("conv-bn")
     small = damaged(c, 0.2).model

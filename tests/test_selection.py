@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -249,3 +250,15 @@ def test_selection_of_many_structures_is_quick() -> None:
     s = sosp.Saliency(structures(S), "sosp-i", torch.randn(S, generator=g), None, J.T @ J)
     mask = sosp.select(s, ratio=0.5)
     assert len(mask.removed["a"]) == 1000
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    s = saliency(8, 0)
+    assert sosp.select(s, ratio=np.float32(0.5), cap=np.float64(0.9), round_to=np.int64(2)).chosen == 4
+    with pytest.raises(ArgumentError, match=r"ratio=.*must be a number from 0 to 1"):
+        sosp.select(s, ratio=np.bool_(True))
+    c = case("mlp")
+    found = sosp.score(c.model, (c.inputs, c.targets), examples=np.int64(4))
+    assert found.examples == 4
+    whole = sosp.count(c.model, c.inputs[:2]).macs
+    assert sosp.select(found, macs=np.int64(whole)).chosen == 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from sosp.errors import ArgumentError, DataError
+from sosp.errors import ArgumentError, DataError, is_whole
 from sosp.preserve import same_random_numbers
 
 PAIR = 256  # examples per batch when the data is one pair of tensors
@@ -98,7 +98,7 @@ def read(data: Any, examples: int | None, generator: torch.Generator | None) -> 
     A loader's own order decides which examples are taken (shuffle it); a pair of tensors is often sorted by
     class, so a subset is drawn with ``generator`` (by default the same one every time).
     """
-    if examples is not None and (isinstance(examples, bool) or not isinstance(examples, int) or examples < 1):
+    if examples is not None and (not is_whole(examples) or examples < 1):
         raise ArgumentError(f"examples={examples!r} must be a positive whole number, or None for all the data.")
     left = examples
     for chunk in _chunks(data, examples, generator):

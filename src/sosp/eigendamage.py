@@ -26,7 +26,7 @@ from sosp.batches import Chunk, read, share
 from sosp.checkpoint import inspect, load
 from sosp.cost import Cost, count, whole_cost
 from sosp.criteria.eigendamage import Removed, Rotated, choose, rotate
-from sosp.errors import ArgumentError, CheckpointError, DataError, StructureError, SurgeryError, one_of
+from sosp.errors import ArgumentError, CheckpointError, DataError, StructureError, SurgeryError, is_number, one_of
 from sosp.kfac import FISHERS, kronecker, unknown
 from sosp.losses import LossLike
 from sosp.losses import check as check_loss
@@ -57,9 +57,14 @@ class Bottleneck(nn.Module):
         self.core = _between(layer, into, out, kernel)
         self.out = _between(layer, out, c_out, {**one, "bias": layer.bias is not None})
         self.train(layer.training)
+        self.core.register_forward_hook(_is_called)
 
     def forward(self, input: Tensor) -> Tensor:
         return self.out(self.core(self.into(input)))
+
+
+def _is_called(*_: Any) -> None:
+    """A hook for torch to see: its encoder layers run past modules, with their weights, unless one has a hook."""
 
 
 def _between(layer: Any, into: int, out: int, options: Mapping[str, Any]) -> Any:
@@ -251,5 +256,5 @@ def _cost(model: nn.Module, example: Any) -> Cost | None:
 
 def _check_shares(ratio: float, cap: float) -> None:
     for name, value in {"ratio": ratio, "cap": cap}.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        if not is_number(value) or not 0 <= value <= 1:
             raise ArgumentError(f"{name}={value!r} must be a number from 0 to 1.")

@@ -2,6 +2,8 @@
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import TypeGuard
 
 
 class SospError(Exception):
@@ -73,6 +75,16 @@ def one_of(what: str, found: object, known: Iterable[str]) -> None:
 
 def whole_number(what: str, found: object, least: int = 1) -> int:
     """Refuse what is no whole number, or too small."""
-    if isinstance(found, bool) or not isinstance(found, int) or found < least:
+    if not is_whole(found) or found < least:
         raise ArgumentError(f"{what}={found!r} must be a whole number, {least} at least.")
-    return found
+    return int(found)
+
+
+def is_whole(found: object) -> TypeGuard[int]:
+    """A whole number by its type, numpy's as well."""
+    return isinstance(found, Integral) and not isinstance(found, bool)
+
+
+def is_number(found: object) -> TypeGuard[float]:
+    """A number, numpy's as well."""
+    return isinstance(found, Real) and not isinstance(found, bool)

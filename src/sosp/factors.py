@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from sosp.batches import Chunk
-from sosp.errors import ArgumentError, LossError
+from sosp.errors import ArgumentError, LossError, is_whole
 from sosp.losses import IGNORED, LossLike, classes_second, logits_of, one_each, own_loss
 
 LARGEST_R = 2048  # outputs for which a dense output Hessian (outputs x outputs per example) is formed
@@ -61,7 +61,7 @@ def _own_labels(own: Tensor, logits: Tensor, labels: Any) -> Tensor:
 def _check_classes(loss: LossLike, classes: int) -> None:
     if callable(loss):
         raise ArgumentError("classes= samples the outputs of a loss known by name; with your own loss leave it out.")
-    if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
+    if not is_whole(classes) or classes < 1:
         raise ArgumentError(f"classes={classes!r} must be a positive whole number of labels sampled per example.")
 
 

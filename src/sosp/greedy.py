@@ -8,14 +8,14 @@ from math import floor
 import torch
 from torch import Tensor
 
-from sosp.errors import ArgumentError
+from sosp.errors import ArgumentError, is_number
 from sosp.progress import track
 from sosp.records import Saliency, Structures
 
 
 def check_share(name: str, value: object) -> None:
     """Refuse what is no number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+    if not is_number(value) or not 0 <= value <= 1:
         raise ArgumentError(f"{name}={value!r} must be a number from 0 to 1.")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sosp.cost import cost_of, whole_cost
-from sosp.errors import ArgumentError, DisconnectedError, one_of
+from sosp.errors import ArgumentError, DisconnectedError, is_number, one_of
 from sosp.flow.layout import Style
 from sosp.greedy import Room, check_share, greedy
 from sosp.mask import Mask
@@ -169,12 +169,7 @@ def _budget(ratio: float | None, params: float | None, macs: float | None, style
     if ratio is not None or not named:
         return None
     ((name, value),) = named.items()
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not isfinite(value)
-        or not (0 < value <= 1 or value == int(value) > 1)
-    ):
+    if not is_number(value) or not isfinite(value) or not (0 < value <= 1 or value == int(value) > 1):
         raise ArgumentError(
             f"{name}={value!r} must be the share that may be left, up to 1, or a whole number of {name}."
         )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sosp.errors import ArgumentError, StructureError, SurgeryError, one_of
+from sosp.errors import ArgumentError, StructureError, SurgeryError, is_number, one_of
 from sosp.flow import Flow, trace
 from sosp.flow.graph import Dense, Ids
 from sosp.flow.layout import Layout, whole
@@ -61,7 +61,7 @@ def _factors(model: nn.Module, flow: Flow, factors: Mapping[str, float]) -> dict
     layers = {d.module for d in flow.graph.dense.values() if d.module in flow.graph.calls}
     found: dict[str, float] = {}
     for name, factor in factors.items():
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 1 <= factor <= 64:
+        if not is_number(factor) or not 1 <= factor <= 64:
             raise ArgumentError(f"the factor for {name!r} is {factor!r}; it must be a number from 1 to 64.")
         named = excluded_names(model, [name], parameters=False, what="factors") & layers
         if not named:

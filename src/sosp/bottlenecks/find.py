@@ -11,7 +11,7 @@ from sosp.bottlenecks.chance import holm, merged, tails
 from sosp.bottlenecks.record import FITTING, NARROW, WIDE, Bottlenecks, Part, Size
 from sosp.bottlenecks.removals import Given, Removals, removals_of
 from sosp.cost import Cost, cost_of, whole_cost
-from sosp.errors import ArgumentError, SospError
+from sosp.errors import ArgumentError, SospError, is_number
 from sosp.flow import Flow
 from sosp.records import Saliency, Structures
 from sosp.widening import widened
@@ -43,7 +43,7 @@ def bottlenecks(
     that would even a part out is the share of it that is kept over the share of all that is kept, the median over the
     ratios. ``cost``: layer -> factor to ``Cost``, for networks whose widths are better counted otherwise.
     """
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < 1:
+    if not is_number(alpha) or not 0 < alpha < 1:
         raise ArgumentError(f"alpha={alpha!r} must be a number between 0 and 1.")
     structures = given.structures if isinstance(given, Saliency) else structures
     _refuse_blocks(structures)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sosp.checkpoint.saliency import SavedSaliency, removed_by
-from sosp.errors import ArgumentError
+from sosp.errors import ArgumentError, is_number
 from sosp.greedy import ranks_of
 from sosp.mask import Mask
 from sosp.records import Saliency, Structures
@@ -97,7 +97,7 @@ def check_ratios(ratios: Sequence[float]) -> tuple[float, ...]:
     """Shares between 0 and 1, rising, each once."""
     found = tuple(ratios)
     for ratio in found:
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < 1:
+        if not is_number(ratio) or not 0 < ratio < 1:
             raise ArgumentError(f"ratio={ratio!r} must be a share between 0 and 1.")
     if not found or len(set(found)) < len(found):
         raise ArgumentError(f"ratios={list(found)} must be different shares between 0 and 1, one at least.")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from sosp.errors import ArgumentError
+from sosp.errors import ArgumentError, is_whole
 
 MOST = 64.0  # as wide as ``sosp.widen`` makes a layer
 STEPS = 30  # halvings, to 6e-8: two steps of layers with up to 4000 channels are further apart
@@ -34,7 +34,7 @@ def matching(count: Count, target: int) -> Constant:
     """
     count = cache(count)
     least, most = count(1.0), count(MOST)
-    if isinstance(target, bool) or not isinstance(target, int) or not least <= target <= most:
+    if not is_whole(target) or not least <= target <= most:
         raise ArgumentError(
             f"no constant gives the network {target!r} parameters: with every layer as it is it has {least:,}, and "
             f"{MOST:g} times as wide {most:,}."

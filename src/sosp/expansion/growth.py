@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sosp.cost import Cost, cost_of, count
-from sosp.errors import ArgumentError
+from sosp.errors import ArgumentError, is_number
 from sosp.flow import trace
 from sosp.flow.layout import Layout
 from sosp.layers import layer_type, width_of
@@ -140,6 +140,6 @@ def check_factors(factors: Factors) -> None:
 
 def check_factor(factor: object, what: str = "factor") -> float:
     """Refuse what does not widen."""
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 1 <= factor <= 64:
+    if not is_number(factor) or not 1 <= factor <= 64:
         raise ArgumentError(f"{what} is {factor!r}; to widen a network it must be a number from 1 to 64.")
     return float(factor)

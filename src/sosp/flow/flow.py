@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -273,17 +273,35 @@ def _trace(model: nn.Module, inputs: Any, real: bool) -> Flow:
 
 def _many(flow: Flow) -> list[dict[str, np.ndarray]]:
     """Masks for trying out: of every layer the first third (whole heads, whole branches) and half of the rest; then
-    every other channel (of every head, of every group)."""
+    every other channel (of every head, of every group); then the first place along an axis that a view made of them."""
     generator = np.random.default_rng(0)
     first: dict[str, np.ndarray] = {}
     second: dict[str, np.ndarray] = {}
-    for d in flow.graph.dense.values():
-        for cut in flow.graph.calls.get(d.module, [])[:1]:
-            width = len(cut.given)
-            first[d.module] = (generator.random(width) < 0.5) | (np.arange(width) < width // 3)
-            first[d.module][-1] = False
-            second[d.module] = np.arange(width) % 2 == 1
-    return [first, second]
+    for name, cut in _calls(flow).items():
+        width = len(cut.given)
+        first[name] = (generator.random(width) < 0.5) | (np.arange(width) < width // 3)
+        first[name][-1] = False
+        second[name] = np.arange(width) % 2 == 1
+    return [first, second, *_slices(flow)]
+
+
+def _calls(flow: Flow) -> dict[str, Cut]:
+    """Layer -> its first call."""
+    calls = {d.module: flow.graph.calls.get(d.module, [])[:1] for d in flow.graph.dense.values()}
+    return {name: cut for name, cuts in calls.items() for cut in cuts}
+
+
+def _slices(flow: Flow) -> Iterator[dict[str, np.ndarray]]:
+    """Axis by axis, of every view at once: its first place loses all its channels, as when a whole head goes."""
+    cores = [flow.classes[box.core.numpy()] for box in flow.graph.boxes]
+    for axis in range(max((core.ndim for core in cores), default=0)):
+        sliced = [core.take(0, axis).ravel() for core in cores if core.ndim > axis and core.shape[axis] > 1]
+        gone = np.unique(np.concatenate([flow.pins[:0], *sliced]))
+        masks = {name: np.zeros(len(cut.given), dtype=bool) for name, cut in _calls(flow).items()}
+        for name, cut in _calls(flow).items():
+            masks[name][cut.index[np.isin(flow.classes[cut.out], gone) & (cut.index >= 0)]] = True
+        if any(mask.any() for mask in masks.values()):
+            yield masks
 
 
 def _pass(twin: nn.Module, inputs: Any, mode: str, graph: Graph, values: Mapping[str, Tensor], real: bool) -> None:

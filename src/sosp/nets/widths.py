@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from sosp.errors import ArgumentError, nearest
+from sosp.errors import ArgumentError, is_number, nearest
 
 Width = float | Mapping[str, float]
 MOST = 64
@@ -47,7 +47,7 @@ def _factors(layers: Sequence[str], width: Width, head: str) -> dict[str, float]
 
 
 def _factor(what: str, found: object) -> float:
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found <= MOST:
+    if not is_number(found) or not 0 < found <= MOST:
         raise ArgumentError(
             f"{what}={found!r} must be a number above 0, {MOST} at most, or a mapping from layers to such numbers, "
             "{'layer1': 2.0}."
