@@ -1,5 +1,6 @@
 """What a user may get wrong on the command line: refused in one line that says what to do, and nothing is written."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import sosp
+import sosp.report
 from commands import QUICK, call, lines, refusal
 
 NET = "sosp:digits_resnet"
@@ -212,3 +214,71 @@ def test_out_of_memory_says_which_batch_would_fit(here: Path) -> None:
     words = ("train", name, *DIGITS, "--schedule", "digits", "--epochs", "1", "--batch", "64", "--out", "big")
     assert "a batch of 64 examples does not fit into memory; batch=16 fits" in refusal(*words, begun=True)
     assert call(*words[:-4], "--batch", "16", "--out", "fits").exit_code == 0
+
+
+# --- what would only be found out later, or not at all --------------------------------------------------
+
+
+TOML = """
+[model]
+name = "sosp:digits_resnet"
+width = 0.25
+[data]
+name = "digits"
+"""
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ("[train]\nepochs=2\n[compare]\nmethods=['random']", "a comparison fine-tunes without a teacher, and trains"),
+        ("[prune]\ncap=0.5\nkind='blocks'\n[compare]\nmethods=['random']", "from [prune], and not cap, kind"),
+        ("[prune]\nratio=0.3\n[expand]\n", "from [prune], and not ratio"),
+        ("[train]\nepochs=2\n[prune]\nmacs=1.5", "macs=1.5 must be the share that may be left"),
+        ("[train]\nepochs=2\n[prune]\nmacs=0.5\nratios={conv1=0.3}", "params and macs how much is left: give one"),
+        ("[train]\nepochs=2\n[prune]\nratios={'layer9.*'=0.3}", "layer9"),
+        ("[train]\nepochs=2\n[prune]\nratio=0.9\ncap=0.2", "cap=0.2"),
+        ("[train]\nepochs=2\n[run]\nname='a/b'", "name='a/b' is a path"),
+    ],
+)
+def test_sections_that_cannot_work_are_refused_before_anything_is_trained(
+    sections: str, message: str, here: Path
+) -> None:
+    (here / "c.toml").write_text(TOML + sections)
+    assert message in refusal("run", "c.toml")
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("objective", ["joint", "order", "structure", "signed"])
+def test_an_objective_for_a_ranking_is_refused(objective: str) -> None:
+    words = ("prune", NET, *DIGITS, "--width", "0.25", "--method", "magnitude-l1", "--objective", objective)
+    assert "gives a ranking of its own" in refusal(*words, begun=True)
+
+
+def test_a_budget_that_would_cut_the_network_in_two() -> None:
+    words = ("prune", NET, *DIGITS, "--width", "0.25", "--macs", "0.01", "--examples", "50")
+    message = refusal(*words, begun=True)
+    assert message.startswith("macs=0.01 takes every channel of ")
+    assert "Raise macs, bound the share" in message
+
+
+def test_a_run_that_is_not_there() -> None:
+    for command in ("finetune", "prune", "eval"):
+        assert "there is no model 'runs/typo'" in refusal(command, "runs/typo")
+
+
+def test_a_training_that_fails_in_its_last_step(here: Path) -> None:
+    words = ("train", NET, *DIGITS, "--width", "0.25", "--epochs", "1", "--batch", "1297", "--rate", "1e30")
+    message = refusal(*words, "--name", "far", code=3, begun=True)
+    assert "on the test data is no finite number at step 1 (epoch 1), with rate 1e+30" in message
+    assert not (here / "runs" / "far" / "model.safetensors").exists()
+
+
+def test_a_file_that_cannot_be_written(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call("train", NET, *QUICK, "--out", "run").exit_code == 0
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(sosp.report, "write_text", full)
+    assert refusal("report", "run") == "run/report.html: cannot be read or written (No space left on device)."

@@ -9,10 +9,11 @@ import torch
 
 import sosp
 from commands import call, lines, refusal
+from sosp.cli.expand import sections_to_look
 from sosp.config import build
 from sosp.errors import ArgumentError
 from sosp.pipeline.bottlenecks import disjoint, prepare_look
-from sosp.runs import SALIENCY, network_of
+from sosp.runs import SALIENCY, network_of, read_record
 
 NET = ("sosp:digits_resnet", "--data", "small.py:make", "--width", "0.25")
 ONCE = ("--schedule", "digits", "--epochs", "1", "--batch", "50")
@@ -219,6 +220,13 @@ def test_subsamples_share_no_example(here: Path) -> None:
     assert len(disjoint(job, job.config.prune, 10)[0][0]) == 15  # as many as there are for each
     with pytest.raises(ArgumentError, match="151 subsamples of 150 training examples leave none"):
         disjoint(job, job.config.prune, 151)
+
+
+def test_the_bottlenecks_of_a_run_whose_data_lies_elsewhere(trained: Path, here: Path) -> None:
+    assert call("prune", trained, "--ratio", "0.3", "--examples", "50", "--no-curve", "--out", "cut").exit_code == 0
+    assert "is a run, which has its weights" in refusal("bottlenecks", "cut", "--weights", "nowhere.pt")
+    found = sections_to_look("cut", {"model": {}, "data": {"folder": "here"}, "prune": {}})[0]
+    assert found["data"] == {**read_record("cut").config.as_dict()["data"], "folder": "here"}
 
 
 def test_bad_questions_about_bottlenecks(here: Path) -> None:

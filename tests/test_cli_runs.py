@@ -263,6 +263,27 @@ def test_the_data_of_a_run_may_lie_elsewhere(trained: Path, tmp_path: Path) -> N
     assert f"there is no folder {tmp_path}/gone" in refusal("prune", tmp_path, "--data-dir", tmp_path / "gone")
 
 
+def test_another_seed_of_fine_tuning_is_another_run(
+    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in ((), ("--seed", "1")):
+        assert call("finetune", pruned, "--epochs", "1", *words).exit_code == 0
+    assert {p.name for p in (tmp_path / "runs").iterdir()} == {
+        f"finetune-{pruned.name}",
+        f"finetune-{pruned.name}-seed1",
+    }
+
+
+def test_a_table_in_a_file_is_whole(trained: Path, tmp_path: Path) -> None:
+    ratios = ",".join(f"0.{k}" for k in range(1, 10))
+    words = ("--methods", "magnitude-l1", "--ratios", ratios, "--seeds", "2", "--statistics", "50", "--out", tmp_path)
+    found = call("compare", trained, *words)
+    assert found.exit_code == 0, found.output
+    assert "…" not in found.stdout + (tmp_path / "log.txt").read_text()
+    assert found.stdout.count("±") >= 9
+
+
 def test_default_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.toml").write_text(TOML)

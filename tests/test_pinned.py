@@ -73,3 +73,11 @@ def test_what_is_computed_beside_the_output_stays(ratio: float) -> None:
     torch.testing.assert_close(found.model.seen, masked.seen)
     assert (found.model.probe[0].in_features, found.model.probe[0].out_features) == (12 - found.mask.chosen, 6)
     assert sosp.count(model, x[:2], found.mask).params == found.cost_after.params == params
+
+
+def test_what_is_returned_is_reported_where_forward_begins() -> None:
+    flow = sosp.trace(Watched(), torch.randn(4, 8))
+    (record,) = (r for r in flow.pinned if r.op == "return")
+    assert record.where == f"test_pinned.py:{Watched.forward.__code__.co_firstlineno}"
+    plain = sosp.trace(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)), torch.randn(4, 8))
+    assert [r.where for r in plain.pinned] == ["Sequential.forward"]

@@ -15,7 +15,7 @@ from sosp.criteria import METHODS
 from sosp.errors import ArgumentError, nearest
 from sosp.expansion import Plan as Expansion
 from sosp.expansion.plan import WHEN
-from sosp.flow.layout import JOINS
+from sosp.flow.layout import JOINS, Style
 from sosp.nets import Width
 from sosp.options import (
     FLAG,
@@ -33,7 +33,7 @@ from sosp.options import (
     option,
 )
 from sosp.records import OBJECTIVES, SCOPES
-from sosp.selection import SCALES
+from sosp.selection import SCALES, budget_of
 from sosp.structures import GATES
 from sosp.training import SCHEDULES, Schedule, Speed
 from sosp.training.schedule import SHAPES
@@ -162,9 +162,11 @@ class Pruning:
     curve: bool = option(FLAG, "Measure the loss as structures go, on 256 images, for the report.", True)
 
     def __post_init__(self) -> None:
-        given = [name for name in ("ratio", "params", "macs") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ArgumentError(f"give one of ratio, params and macs, not {' and '.join(given)}.")
+        budget_of(self.ratio, self.params, self.macs, Style(self.join, self.round_to))
+        if self.ratios and (self.params is not None or self.macs is not None):
+            raise ArgumentError(
+                "ratios says what every layer loses, params and macs how much is left: give one of them."
+            )
         if self.samples is not None and not METHODS[self.method].samples:
             those = ", ".join(repr(name) for name, m in METHODS.items() if m.samples)
             raise ArgumentError(f"samples is for {those}, not for {self.method!r}.")

@@ -52,7 +52,7 @@ def select(
     the budget is met by the network that it then builds. A mask that would cut the network in two is refused.
     """
     structures = saliency.structures
-    budget = _budget(ratio, params, macs, Style(join, round_to))
+    budget = budget_of(ratio, params, macs, Style(join, round_to))
     if scale is not None:
         one_of("scale", scale, SCALES)
     if _scope(saliency, scope, ratios, budget) == "layer":
@@ -60,7 +60,7 @@ def select(
     else:
         chosen = _together(saliency, ratio, budget, cap, scale, round_to)
     mask = Mask.from_structures(structures, chosen)
-    refuse_disconnected(structures, mask)
+    refuse_disconnected(structures, mask, budget)
     return mask
 
 
@@ -161,7 +161,8 @@ def _filler(saliency: Saliency, cap: float | None, scale: str | None) -> Callabl
     return lambda quotas: torch.cat([one(i, k) for i, k in enumerate(quotas)])
 
 
-def _budget(ratio: float | None, params: float | None, macs: float | None, style: Style) -> Budget | None:
+def budget_of(ratio: float | None, params: float | None, macs: float | None, style: Style) -> Budget | None:
+    """What is asked for; None where it is a ratio of the structures."""
     given = {"ratio": ratio, "params": params, "macs": macs}
     named = {name: value for name, value in given.items() if value is not None}
     if len(named) > 1:
@@ -230,7 +231,7 @@ def _weights(structures: Structures, scale: str | None) -> Tensor | None:
     )
 
 
-def refuse_disconnected(structures: Structures, mask: Mask) -> None:
+def refuse_disconnected(structures: Structures, mask: Mask, budget: Budget | None = None) -> None:
     """Refuse a mask that leaves no way from the input to the output around the layers it empties."""
     dead = _dead_layers(structures, mask)
     if not dead:
@@ -249,9 +250,12 @@ def refuse_disconnected(structures: Structures, mask: Mask) -> None:
         stack += structures.wiring.get(name, ())
     if INPUT not in reached:
         names = ", ".join(repr(n) for n in sorted(blocked))
+        why, way = "the mask removes", "Lower the ratio"
+        if budget is not None:
+            why, way = f"{budget.what}={budget.limit} takes", f"Raise {budget.what}"
         raise DisconnectedError(
-            f"the mask removes every channel of {names}, which cuts the network in two. Lower the ratio, bound the "
-            "share removed per layer (cap=0.95), or exclude the layer."
+            f"{why} every channel of {names}, which cuts the network in two. {way}, bound the share removed per layer "
+            "(cap=0.95), or exclude the layer."
         )
 
 

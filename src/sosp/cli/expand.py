@@ -11,7 +11,7 @@ import sosp
 from sosp.checkpoint.saliency import SavedSaliency, read_saliency
 from sosp.cli.flags import DryRun, Resume, Sections, takes
 from sosp.cli.screen import Screen
-from sosp.cli.targets import before_pruning, sections_for
+from sosp.cli.targets import before_pruning, data_for, refuse_weights, sections_for
 from sosp.cli.words import bottlenecks_table, large
 from sosp.cli.work import Target, launch, warn_if_fresh
 from sosp.config import as_flag, build
@@ -65,11 +65,16 @@ def sections_to_look(word: str, given: Sections) -> tuple[Sections, SavedSalienc
     record = read_record(word) if is_run(word) else None
     if record is None or (record.config.prune is None and record.config.compare is None):
         return sections_for(word, given)[0], None
+    refuse_weights(word, given)
     before, folder = record.config.as_dict(), Path(word)
     weights = record.config.model.weights if record.config.compare else before_pruning(record, folder)
     model = {**before["model"], **given["model"]} | ({} if weights is None else {"weights": weights})
-    data = given["data"] or before.get("data", {})
-    sections = {**given, "model": model, "data": data, "prune": {**before.get("prune", {}), **given["prune"]}}
+    sections = {
+        **given,
+        "model": model,
+        "data": data_for(before, given),
+        "prune": {**before.get("prune", {}), **given["prune"]},
+    }
     kept = folder / SALIENCY
     return sections, read_saliency(kept) if kept.is_file() and not given["prune"] else None
 

@@ -7,7 +7,7 @@ import math
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from sosp.runs import Run
 from sosp.training import Moment
 
 REFUSED, FAILED, STOPPED = 2, 3, 130  # exit codes; 0 is done, 1 a bug with its traceback
+ANY = 10_000  # columns, more than a table has
 PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # names with brackets stay what they are
 
 
@@ -32,7 +33,8 @@ class Screen:
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
         self.console = Console(quiet=as_json or not ranks.is_main(), **PLAIN)
-        self.console.soft_wrap = not self.console.is_terminal  # a file has lines of any length
+        if not self.console.is_terminal:  # a file has lines of any length
+            self.console.soft_wrap, self.console.width = True, ANY
         self.run: Run | None = None
         self.bar = Bar(self.console)
         self.warned: set[str] = set()
@@ -45,7 +47,7 @@ class Screen:
             self.console.print(hanging(line, self.console) if isinstance(line, str) else line)
         if self.run is not None and self.run.writes:
             with self.run.log() as file:
-                log = Console(file=file, width=120, no_color=True, soft_wrap=True, **PLAIN)
+                log = Console(file=file, width=ANY, no_color=True, soft_wrap=True, **PLAIN)
                 for line in lines:
                     log.print(line)
 
@@ -80,6 +82,10 @@ class Screen:
                 yield self
             except SospError as error:
                 self._fail(str(error), FAILED if isinstance(error, TrainingError) else REFUSED)
+            except OSError as error:
+                if error.filename is None:
+                    raise
+                self._fail(f"{error.filename}: cannot be read or written ({error.strerror}).", REFUSED)
             except torch.OutOfMemoryError as error:
                 reason = str(error).splitlines()[0]
                 self._fail(f"the device ran out of memory ({reason}); take a smaller batch or another device.", REFUSED)
@@ -105,7 +111,7 @@ class Screen:
         self.tell({"error": message, "code": code})
         self._complain(Text(f"sosp: {message}", style="red"))
         if self.run is not None and self.run.writes:
-            with self.run.log() as file:
+            with suppress(OSError), self.run.log() as file:
                 file.write(f"sosp: {message}\n")
         raise typer.Exit(code)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from sosp.checkpoint import inspect
 from sosp.cli.flags import Sections
 from sosp.errors import ArgumentError, RunError
 from sosp.mask import Mask
+from sosp.models import parse
 from sosp.runs import FILES, Record, is_run, network_of, read_record
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
@@ -20,17 +22,27 @@ def sections_for(word: str, given: Sections) -> tuple[Sections, Record | None]:
     named = _of_run(word)
     if named is None:
         _refuse_file(word)
+        parse(word)  # a run that is not there is no network either
         found["model"] = {"name": word, **given.get("model", {})}
         return found, None
     record, file = named
-    if "weights" in given.get("model", {}):
-        raise ArgumentError(f"{word} is a run, which has its weights: leave out --weights, or name the network itself.")
+    refuse_weights(word, given)
     before = record.config.as_dict()
     found["model"] = {**before["model"], **given.get("model", {}), "weights": str(file)}
-    if "data" in given:  # a folder alone: the same dataset, which lies elsewhere now
-        same = {} if "name" in given["data"] else before.get("data", {})
-        found["data"] = {**same, **given["data"]}
+    if "data" in given:
+        found["data"] = data_for(before, given)
     return found, record
+
+
+def refuse_weights(word: str, given: Sections) -> None:
+    if "weights" in given.get("model", {}):
+        raise ArgumentError(f"{word} is a run, which has its weights: leave out --weights, or name the network itself.")
+
+
+def data_for(before: Mapping[str, Any], given: Sections) -> dict[str, Any]:
+    """The data that is named, or that of the run before; a folder alone says where that lies now."""
+    same = {} if "name" in given["data"] else before.get("data", {})
+    return {**same, **given["data"]}
 
 
 def _of_run(word: str) -> tuple[Record, Path] | None:

@@ -75,7 +75,8 @@ def finetune(model: Target, given: Sections, screen: Screen, dry_run: DryRun = F
     how, name = sections["finetune"], None
     if record is not None:
         folder = Path(model).resolve() if is_run(model) else Path(model).resolve().parent
-        name = f"finetune-{folder.name}"
+        seed = given["run"].get("seed", 0)
+        name = f"finetune-{folder.name}" + (f"-seed{seed}" if seed else "")
         if how.get("distill") and "teacher" not in how and (teacher := before_pruning(record, folder)) is not None:
             sections["finetune"] = {**how, "teacher": teacher}
     launch(build(sections, as_flag), "finetune", screen, dry_run, resume, name=name)
@@ -145,6 +146,8 @@ def launch(
     if job.config.train is None:
         warn_if_fresh(job, screen)
     place = job.config.run
+    if place.name and Path(place.name).name != place.name:
+        raise ArgumentError(f"name={place.name!r} is a path: name the folder with --out (out in [run]).")
     folder = Path(place.out) if place.out else Path("runs") / (place.name or name or name_of(job.config, command))
     if dry_run:
         show_plan(job, folder, screen)

@@ -173,7 +173,7 @@ def score(
             check_structures(model, structures, method)
         mine = share(chunks, ranks.rank(), ranks.ranks())
         found = chosen.run(Problem(model, structures, loss, mine, examples), Options(classes, generator))
-    return _saliency(found, structures, method, next(model.parameters()).dtype, objective or chosen.objective)
+    return _saliency(found, structures, method, next(model.parameters()).dtype, objective)
 
 
 def _chunks(data: Any, examples: int | None, generator: torch.Generator | None) -> Iterator[Chunk]:
@@ -186,17 +186,22 @@ def _chunks(data: Any, examples: int | None, generator: torch.Generator | None) 
 
 
 def _saliency(
-    found: Terms | Values | Tensor, structures: Structures, method: str, dtype: torch.dtype, objective: str
+    found: Terms | Values | Tensor, structures: Structures, method: str, dtype: torch.dtype, objective: str | None
 ) -> Saliency:
     """What a method found, as a record, in the model's precision or single."""
-    scope = METHODS[method].scope
+    scope, own = METHODS[method].scope, METHODS[method].objective
     if isinstance(found, Tensor):
         found = Values(found)
     if isinstance(found, Values):
-        return Saliency(structures, method, None, None, None, found.values, objective, found.examples, scope)
+        if objective not in (None, "individual"):
+            raise ArgumentError(
+                f"objective={objective!r} combines derivatives of the loss, and method={method!r} gives a ranking of "
+                "its own. Leave it out."
+            )
+        return Saliency(structures, method, None, None, None, found.values, own, found.examples, scope)
     kind = torch.promote_types(dtype, torch.float32)
     first, second, pairs = (None if t is None else t.to(kind) for t in (found.first, found.second, found.pairs))
-    return Saliency(structures, method, first, second, pairs, None, objective, found.examples, scope)
+    return Saliency(structures, method, first, second, pairs, None, objective or own, found.examples, scope)
 
 
 def check_structures(model: nn.Module, structures: Structures, method: str) -> None:

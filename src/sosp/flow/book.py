@@ -89,14 +89,14 @@ class Book:
         path = self.names[id(weight)].rpartition(".")[0]
         return path if path in self.modules and layer_type(self.modules[path]) else None
 
-    def pin(self, ids: Ids, op: str, why: str) -> None:
-        """These must stay."""
+    def pin(self, ids: Ids, op: str, why: str, where: str | None = None) -> None:
+        """These must stay, because of the user's line that runs now or another one."""
         ids = np.unique(ids)
         ids = ids[ids > OPAQUE]
         if len(ids):
-            self.graph.pins.append(Pin(ids, op, user_line(), why))
+            self.graph.pins.append(Pin(ids, op, where or user_line(), why))
 
-    def pin_tensor(self, x: Any, op: str, why: str) -> None:
+    def pin_tensor(self, x: Any, op: str, why: str, where: str | None = None) -> None:
         labels = self.labels(x) if isinstance(x, Tensor) else None
         if labels is not None:
-            self.pin(labels.numbers(), op, why)
+            self.pin(labels.numbers(), op, why, where)

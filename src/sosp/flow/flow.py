@@ -17,6 +17,7 @@ from sosp.batches import call
 from sosp.errors import StructureError
 from sosp.flow.graph import OPAQUE, ZERO, Cut, Graph, Ids, Pin, components
 from sosp.flow.layout import Layout, Style, solve
+from sosp.flow.ops import forward_of
 from sosp.flow.plan import plan
 from sosp.flow.tracer import Tracer
 from sosp.flow.twin import few, meta_copy, on_device, quiet, rows, tensors_of
@@ -315,7 +316,7 @@ def _pass(twin: nn.Module, inputs: Any, mode: str, graph: Graph, values: Mapping
         outputs = call(twin, given)
     tracer.strangers(tensors_of(outputs))
     for x in tensors_of(outputs):
-        tracer.book.pin_tensor(x, "return", "the model returns it")
+        tracer.book.pin_tensor(x, "return", "the model returns it", forward_of(twin))
 
 
 def _norms_called_twice(graph: Graph) -> None:

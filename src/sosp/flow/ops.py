@@ -60,6 +60,14 @@ def user_line() -> str:
     return "?"
 
 
+def forward_of(model: Any) -> str:
+    """``file.py:12`` where a network's forward begins; one of torch's own goes by its name."""
+    code = getattr(type(model).forward, "__code__", None)
+    if code is None or code.co_filename.startswith((TORCH, "<")):
+        return f"{type(model).__name__}.forward"
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
 def from_within() -> bool:
     """Torch itself makes this call, to find the shape of what compiled code returns."""
     frame: FrameType | None = sys._getframe(1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,17 @@ from torch import nn
 from sosp import models
 from sosp.batches import call
 from sosp.checkpoint import inspect
-from sosp.config import Config, Training
-from sosp.criteria import check_structures
+from sosp.config import Config, Pruning, Training
+from sosp.criteria import METHODS, check_structures
 from sosp.data import Dataset
 from sosp.data import load as load_data
-from sosp.errors import ArgumentError, CheckpointError, DataError
+from sosp.errors import ArgumentError, CheckpointError, DataError, DisconnectedError
 from sosp.learned.slimming import scales_of
 from sosp.losses import logits_of
 from sosp.mask import Mask
-from sosp.records import Structures
+from sosp.records import Saliency, Structures
 from sosp.runs import is_run, network_of
+from sosp.selection import select
 from sosp.structures import downsampling, excluded_names, find_structures
 from sosp.training.sources import moved
 
@@ -34,6 +37,12 @@ USUAL = {
     "cifar100": ("cifar", "cifar"),
     "imagenet": ("imagenet", "imagenet"),
     "folder": ("imagenet", "imagenet"),
+}
+
+# Stage -> what it takes from [prune].
+TAKEN = {
+    "compare": ("examples", "gate", "groups", "exclude", "downsampling"),
+    "expand": ("method", "examples", "gate", "groups", "exclude", "downsampling", "cap"),
 }
 
 
@@ -178,8 +187,11 @@ def check_stages(config: Config) -> None:
     """Refuse what a stage lacks."""
     if config.stages and config.data.name is None:
         raise ArgumentError("this needs data: name a dataset (--data, or name in [data]).")
-    if config.compare is not None and config.finetune is not None and (config.finetune.distill or config.train):
+    if config.compare is not None and (config.train or (config.finetune and config.finetune.distill)):
         raise ArgumentError("a comparison fine-tunes without a teacher, and trains nothing before.")
+    for stage, taken in TAKEN.items():
+        if getattr(config, stage) is not None and config.prune is not None:
+            _refuse_unread(config.prune, stage, taken)
     for stage in ("train", "finetune"):
         section: Training | None = getattr(config, stage)
         if section is not None and section.schedule is not None:
@@ -190,13 +202,25 @@ def check_stages(config: Config) -> None:
                 raise ArgumentError(f"distill={distill} needs a teacher: name a run, or a file of weights.")
 
 
+def _refuse_unread(section: Pruning, stage: str, taken: Sequence[str]) -> None:
+    """What is said in [prune] and would be passed over."""
+    others = [f.name for f in fields(Pruning) if f.name not in taken]
+    names = [name for name in others if getattr(section, name) != getattr(Pruning(), name)]
+    if names:
+        raise ArgumentError(
+            f"[{stage}] takes {', '.join(taken)} from [prune], and not {', '.join(names)}: leave it out."
+        )
+
+
 def check_job(job: Job) -> None:
     """Refuse now what would be refused when a stage begins, perhaps hours later."""
     config = job.config
     if config.prune is not None:
         excluded_names(job.start, config.prune.exclude or (), parameters=False)
         if config.train is not None:
-            check_structures(job.start, structures_for(job, job.start), config.prune.method)
+            structures = structures_for(job, job.start)
+            check_structures(job.start, structures, config.prune.method)
+            _refuse_choice(structures, config.prune)
     for section in (config.train, config.finetune):
         if section is not None:
             section.plan()
@@ -205,6 +229,14 @@ def check_job(job: Job) -> None:
                 scales_of(job.start)
                 if config.compare is not None:
                     raise ArgumentError("slimming is for training and fine-tuning a network, not for a comparison.")
+
+
+def _refuse_choice(structures: Structures, section: Pruning) -> None:
+    """A budget, a cap or shares that no scores could meet."""
+    anything = torch.arange(float(len(structures)))
+    saliency = Saliency(structures, section.method, None, values=anything, scope=METHODS[section.method].scope)
+    with suppress(DisconnectedError):  # that depends on the scores
+        select(saliency, **section.choice)
 
 
 def structures_for(job: Job, model: nn.Module) -> Structures:

@@ -209,6 +209,9 @@ class Job:
                     "iterated."
                 )
             seconds, test = self.place.seconds, self._test(learner)
+            if test is not None and not math.isfinite(test.loss):
+                what = f"the loss{f' of {name!r}' if name else ''} on the test data is no finite number"
+                raise TrainingError(self._complaint(what, int(learner.count) - 1))
             epoch = Epoch(number + 1, loss / examples, right / examples, test, rate, seconds, examples / seconds)
             self.history[name].append(epoch)
             if self.told.on_epoch is not None:
