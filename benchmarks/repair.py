@@ -233,9 +233,13 @@ def tables(lines: Sequence[dict[str, Any]]) -> list[str]:
     """After a cut; fine-tuned for so many epochs; after the epochs of the longest fine-tuning. In percent."""
     cuts = sorted((x for x in lines if x["kind"] == "cut"), key=lambda x: (x["ratio"], -x["repaired"]))
     tuned = sorted((x for x in lines if x["kind"] == "finetune"), key=lambda x: (x["rate"], x["ratio"], x["epochs"]))
-    head = ["ratio", "cut", "only masked", "BN re-estimated", "repaired"]
-    found = [_table(head, [[x["ratio"], _words(x["cut"]), *(_percent(x[name]) for name in STARTS)] for x in cuts])]
-    return found + (_curves(cuts, tuned) if tuned else [])
+    head = ["ratio", "cut", "only masked", "BN re-estimated", "repaired", "choosing", "last repair"]
+    times = ("choosing_seconds", "repair_seconds")
+    rows = [
+        [x["ratio"], _words(x["cut"]), *(_percent(x[n]) for n in STARTS), *(f"{x[n]:.1f} s" for n in times)]
+        for x in cuts
+    ]
+    return [_table(head, rows)] + (_curves(cuts, tuned) if tuned else [])
 
 
 def _curves(cuts: Sequence[dict[str, Any]], tuned: Sequence[dict[str, Any]]) -> list[str]:

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import sosp
 from cases import Case, case, names
 from sosp.criteria.method import NEEDS, Method, refuse_unsuited
-from sosp.errors import ArgumentError, StructureError
+from sosp.errors import ArgumentError, DataError, StructureError
 from sosp.records import SCOPES
 from sosp.structures import KINDS
 
@@ -219,3 +220,52 @@ def test_who_samples_is_named() -> None:
     c = case("conv-bn")
     with pytest.raises(ArgumentError, match=r"classes= is for 'sosp-i', 'sosp-i-diagonal', 'obd', 'obd-diagonal'"):
         sosp.score(c.model, (c.inputs, c.targets), method="fisher", classes=2)
+
+
+# --- without labels -------------------------------------------------------------------------------------
+
+
+UNLABELLED = {
+    "tensor": lambda x: x,
+    "batches": lambda x: list(x.split(3)),
+    "tuples": lambda x: [(part,) for part in x.split(3)],
+    "no target": lambda x: [(part, None) for part in x.split(3)],
+    "loader": lambda x: DataLoader(TensorDataset(x), batch_size=3),
+    "iterator": lambda x: iter(x.split(3)),
+}
+
+
+@pytest.mark.parametrize("form", UNLABELLED)
+@pytest.mark.parametrize("method", ["sosp-obs", "obd", "obd-diagonal", "hrank"])
+def test_what_looks_at_no_label_needs_none(method: str, form: str) -> None:
+    c = case("conv-bn")
+    wanted = sosp.score(c.model, (c.inputs, c.targets), method=method)
+    found = sosp.score(c.model, UNLABELLED[form](c.inputs), method=method)
+    assert found.examples == wanted.examples == len(c.inputs)
+    torch.testing.assert_close(found.scores, wanted.scores)
+
+
+def test_numbers_without_targets() -> None:
+    c = case("mlp")
+    targets = torch.randn_like(c.model(c.inputs))
+    wanted = sosp.score(c.model, (c.inputs, targets), method="sosp-obs", loss="mse")
+    torch.testing.assert_close(sosp.score(c.model, c.inputs, method="sosp-obs", loss="mse").scores, wanted.scores)
+
+
+def test_a_network_is_cut_and_repaired_without_labels() -> None:
+    c = case("conv-bn")
+    x = torch.cat([c.inputs, c.inputs.flip(-1)])
+    forms = (x, c.targets.repeat(2)), x
+    with_labels, without = (sosp.prune(c.model, data, method="sosp-obs", repair=True) for data in forms)
+    assert with_labels.mask == without.mask
+    torch.testing.assert_close(with_labels.model(x), without.model(x))
+
+
+def test_labels_that_are_missed() -> None:
+    c = case("conv-bn")
+    with pytest.raises(DataError, match=r"data is a Tensor; give a DataLoader, an iterable of \(inputs, targets\)"):
+        sosp.prune(c.model, c.inputs)
+    with pytest.raises(DataError, match=r"each batch must be \(inputs, targets\)"):
+        sosp.score(c.model, [(c.inputs,)])
+    with pytest.raises(DataError, match="a loss of your own takes"):
+        sosp.score(c.model, c.inputs, method="sosp-obs", loss=lambda f, y: f.square().sum(1))

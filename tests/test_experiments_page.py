@@ -139,6 +139,17 @@ def test_commits_are_named_shortly_and_once(tmp_path: Path) -> None:
     assert "torch 2.99, commit 1234abc, 1234abc-dirty, unknown." in text
 
 
+def test_a_network_that_no_epoch_has_changed_is_called_untrained(tmp_path: Path) -> None:
+    first = replace(START, schedule=replace(START.schedule, epochs=0))
+    for start in (START, first):
+        keep(
+            tmp_path, record(start, {"accuracy": 0.1, "params": 10, "macs": 20}, facts={"source": "trained"}), NETWORKS
+        )
+    text = pages([replace(SOME, cells=(START, first))], tmp_path).texts["some.md"]
+    sources = [line.split("|")[2].strip() for line in text.splitlines() if line.startswith("| resnet56-cifar10")]
+    assert sources[:2] == ["trained", "untrained"]
+
+
 def test_times_are_over_repeats_and_name_their_inputs(tmp_path: Path) -> None:
     cells = (Timed(*PLACE, "sosp-h"), Timed(*PLACE, "sosp-i", width=2.0), Timed(*PLACE, "sosp-i"))
     paper = Published(41, *PLACE, "sosp-h", seconds=50, seconds_std=2)

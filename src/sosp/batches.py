@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,16 +92,17 @@ def _by_example(x: Any, size: int) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == size
 
 
-def read(data: Any, examples: int | None, generator: torch.Generator | None) -> Iterator[Chunk]:
+def read(data: Any, examples: int | None, generator: torch.Generator | None, *, alone: bool = False) -> Iterator[Chunk]:
     """The first ``examples`` examples of ``data``, batch by batch; of a pair of tensors, a random subset.
 
     A loader's own order decides which examples are taken (shuffle it); a pair of tensors is often sorted by
-    class, so a subset is drawn with ``generator`` (by default the same one every time).
+    class, so a subset is drawn with ``generator`` (by default the same one every time). ``alone``: inputs may come
+    without targets, as a tensor or as batches of them.
     """
     if examples is not None and (not is_whole(examples) or examples < 1):
         raise ArgumentError(f"examples={examples!r} must be a positive whole number, or None for all the data.")
     left = examples
-    for chunk in _chunks(data, examples, generator):
+    for chunk in _chunks(data, examples, generator, alone):
         if left is not None and chunk.size > left:
             chunk = chunk.rows(0, left)
         if chunk.size:
@@ -136,16 +137,19 @@ def peek(data: Any, rows: int = 8) -> tuple[Any, Any]:
         if head is None:
             raise DataError("the data is empty.")
         data = itertools.chain([head], data)
-        first = next(read([head], rows, None), None)
+        first = next(read([head], rows, None, alone=True), None)
     else:
         with same_random_numbers():
-            first = next(iter(read(data, rows, None)), None)
+            first = next(iter(read(data, rows, None, alone=True)), None)
     if first is None:
         raise DataError("the data is empty: there is not one example in it. Is the loader's dataset empty?")
     return first.inputs, data
 
 
-def _chunks(data: Any, examples: int | None, generator: torch.Generator | None) -> Iterator[Chunk]:
+def _chunks(data: Any, examples: int | None, generator: torch.Generator | None, alone: bool) -> Iterator[Chunk]:
+    if alone and isinstance(data, Tensor) and data.dim():
+        parts = _split_pair(data, torch.zeros(len(data)), examples, generator)
+        return (replace(chunk, targets=None) for chunk in parts)
     if isinstance(data, (tuple, list)) and len(data) == 2 and _is_pair(*data):
         return _split_pair(_plain(data[0]), data[1], examples, generator)
     if isinstance(data, Mapping):
@@ -155,7 +159,7 @@ def _chunks(data: Any, examples: int | None, generator: torch.Generator | None) 
             f"data is a {type(data).__name__}; give a DataLoader, an iterable of (inputs, targets), "
             "a pair of tensors (inputs, targets), or dict batches with 'labels'."
         )
-    return (_chunk(batch, index) for index, batch in enumerate(data))
+    return (_chunk(batch, index, alone) for index, batch in enumerate(data))
 
 
 def _is_pair(inputs: Any, targets: Any) -> bool:
@@ -192,7 +196,9 @@ def _plain(inputs: Any) -> Any:
     return tuple(inputs) if isinstance(inputs, list) else inputs
 
 
-def _chunk(batch: Any, index: int) -> Chunk:
+def _chunk(batch: Any, index: int, alone: bool = False) -> Chunk:
+    if alone and (isinstance(batch, Tensor) or (isinstance(batch, (tuple, list)) and len(batch) == 1)):
+        batch = (batch if isinstance(batch, Tensor) else batch[0]), None
     if isinstance(batch, Mapping):
         return Chunk(dict(batch), batch.get("labels"), ((index, 0, _count(batch, index)),), keyed=True)
     if isinstance(batch, (tuple, list)) and len(batch) == 2:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from sosp import ranks
 from sosp.batches import Chunk, read, share
 from sosp.criteria import ccp, fisher, fpgm, hrank, learned, magnitude, obd, slimming, snip, sosp, surgeon, taylor
+from sosp.criteria.answers import answered
 from sosp.criteria.method import Method, Values, refuse_unsuited
 from sosp.criteria.options import Options
 from sosp.errors import ArgumentError, DataError, one_of
@@ -64,8 +65,12 @@ METHODS: dict[str, Method] = {
     "group-fisher-macs": Method(
         fisher.group_fisher_macs, "fisher of coupled channels over their MACs", LIU_2021, FILTERS, ("coupled",)
     ),
-    "obd": Method(obd.obd, "Fisher of a filter's weights together, from Kronecker factors", WANG, samples=True),
-    "obd-diagonal": Method(obd.obd_diagonal, "Fisher of a filter's weights, one by one", WANG, samples=True),
+    "obd": Method(
+        obd.obd, "Fisher of a filter's weights together, from Kronecker factors", WANG, samples=True, labels=False
+    ),
+    "obd-diagonal": Method(
+        obd.obd_diagonal, "Fisher of a filter's weights, one by one", WANG, samples=True, labels=False
+    ),
     "eigendamage": Method(
         learned.learned, "directions of a layer's Kronecker factors (sosp.eigendamage)", WANG, FILTERS, ("rotation",)
     ),
@@ -75,6 +80,7 @@ METHODS: dict[str, Method] = {
         "Hassibi and Stork, Second order derivatives for network pruning: Optimal Brain Surgeon, NeurIPS 1992; "
         "with the pairs of SOSP-I",
         samples=True,
+        labels=False,
     ),
     "fpgm": Method(
         fpgm.fpgm,
@@ -90,6 +96,7 @@ METHODS: dict[str, Method] = {
         "Lin et al., HRank: Filter Pruning using High-Rank Feature Map, CVPR 2020",
         FILTERS,
         scope="layer",
+        labels=False,
     ),
     "ccp": Method(
         ccp.ccp,
@@ -143,7 +150,8 @@ def score(
     """What removing each structure does to the loss, from ``examples`` examples of ``data``.
 
     ``data``: a DataLoader or another iterable of (inputs, targets), a pair of tensors, or dict batches whose loss is
-    the model's own. Methods that look at weights alone do not read it: it may be None where structures are given.
+    the model's own. Methods that look at weights alone do not read it: it may be None where structures are given. Those
+    that look at no label ("sosp-obs", "obd", "hrank") take a tensor or batches of inputs as well.
     ``loss``: ``"cross_entropy"``, ``"mse"`` or a function of (outputs, targets) that returns one loss per example.
     ``structures``: from ``find_structures``; filters gated at their features by default, coupled where the method
     needs it. ``objective``: how the terms are combined, see ``Saliency.scores`` and ``select``; "individual" where the
@@ -164,7 +172,9 @@ def score(
     with borrowed(model):  # reading a shuffled loader draws random numbers; they are given back too
         if structures is not None:
             check_structures(model, structures, method)
-        chunks = _chunks(data, examples, generator) if chosen.data or structures is None else iter(())
+        chunks = _chunks(data, examples, generator, chosen) if chosen.data or structures is None else iter(())
+        if not chosen.labels:
+            chunks = (answered(model, chunk, loss) for chunk in chunks)
         if structures is None:
             head = next(chunks)
             chunks = itertools.chain([head], chunks)
@@ -176,9 +186,9 @@ def score(
     return _saliency(found, structures, method, next(model.parameters()).dtype, objective)
 
 
-def _chunks(data: Any, examples: int | None, generator: torch.Generator | None) -> Iterator[Chunk]:
+def _chunks(data: Any, examples: int | None, generator: torch.Generator | None, method: Method) -> Iterator[Chunk]:
     """The data, of which there must be some."""
-    chunks = iter(read(data, examples, generator))
+    chunks = iter(read(data, examples, generator, alone=not method.labels))
     head = next(chunks, None)
     if head is None or head.size == 0:
         raise DataError("the data is empty: there is not one example to score with. Is the loader's dataset empty?")

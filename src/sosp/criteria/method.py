@@ -36,6 +36,7 @@ class Method:
     objective: str = "individual"  # what selecting minimises, unless told otherwise
     data: bool = True  # False: it looks at the weights alone
     samples: bool = False  # it may sample labels, classes=
+    labels: bool = True  # False: it does not look at those of the data, which may do without
 
 
 @dataclass(frozen=True)

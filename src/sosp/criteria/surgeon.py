@@ -17,9 +17,9 @@ BLOCK = 64  # removals after which the inverse is brought up to date, all at onc
 def sosp_obs(problem: Problem, options: Options) -> Values:
     """``1/2 g_s^2 / [Q_KK^-1]_ss``, one structure after the other: the loss once the other gates are at their best.
 
-    K are the structures still there and g their gates, which have moved to make up for those that are gone; the value
-    of a structure is the loss when it goes, with all that went before it. Of the loss only the curvature is used, so
-    that labels do not matter.
+    K are the structures still there and g their gates, which have moved to make up for those that are gone; Q are the
+    pairs and DAMPING of the mean of their diagonal, a price for moving. The value of a structure is the loss when it
+    goes, with all that went before it and that price. Of the loss only the curvature is used: labels do not matter.
     """
     found = gauss_newton(problem, classes=options.classes, generator=options.generator)
     assert found.pairs is not None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sosp.batches import Chunk, check_device, read, rebatch
 from sosp.errors import DataError, whole_number
@@ -38,7 +37,7 @@ def chunks_of(data: Any, examples: int | None, device: torch.device, seed: int) 
     if examples is not None:
         whole_number("examples", examples, least=2)
     chunks = []
-    for chunk in read(_labelled(_opened(data, examples, device, seed)), examples, None):
+    for chunk in read(_opened(data, examples, device, seed), examples, None, alone=True):
         chunk = replace(chunk, targets=torch.zeros(chunk.size, device=device))  # the same for all: chunks are joined
         check_device(chunk, device)
         chunks.append(chunk)
@@ -70,13 +69,3 @@ def _opened(data: Any, examples: int | None, device: torch.device, seed: int) ->
         return data
     count = len(data) if examples is None else min(examples, len(data))
     return data.subset(count, seed).to(device).ordered(batch=STRETCH)
-
-
-def _labelled(data: Any) -> Any:
-    """Inputs alone get labels that nobody looks at."""
-    if isinstance(data, Tensor):
-        return data, torch.zeros(len(data) if data.dim() else 0, device=data.device)
-    pair = isinstance(data, (tuple, list)) and len(data) == 2
-    if pair or isinstance(data, (dict, str)) or not isinstance(data, Iterable):
-        return data
-    return ((b, torch.zeros(len(b), device=b.device)) if isinstance(b, Tensor) else b for b in data)

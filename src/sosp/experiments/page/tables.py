@@ -18,7 +18,8 @@ LEGEND = (
 )
 TUNED = (
     "Fine-tuned: after its first epoch, the *final* one, and the *best*. The paper's accuracy stands beside our "
-    "{beside} one. *Lost* are points: what the network that was pruned had more, by the same accuracy. "
+    "{beside} one. *Lost* are points: what the network that was pruned had more, by the same accuracy; the "
+    "paper's are worked out from its accuracies as well. "
 )
 
 
@@ -83,6 +84,13 @@ def _fact(name: str) -> Callable[[Row], str]:
     )
 
 
+def _source(row: Row) -> str:
+    """Where a network's weights are from; of one that no epoch has changed, from nowhere."""
+    found = _fact("source")(row)
+    untrained = isinstance(row.cell, Trained) and row.cell.schedule.epochs == 0
+    return "untrained" if untrained and found == "trained" else found
+
+
 def _gate(row: Row) -> str:
     return row.cell.gate if isinstance(row.cell, Pruned) else NONE
 
@@ -135,7 +143,7 @@ NAMED: Columns = {
 }
 NETWORKS: Columns = {
     "network": _network,
-    "weights": _fact("source"),
+    "weights": _source,
     "widened": _fact("widened"),
     "accuracy": _share("accuracy"),
     "parameters": _size("params"),
