@@ -1,5 +1,6 @@
 """What cannot work is refused by an error that names the thing and the way out, and the model stays as it was."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -724,3 +725,13 @@ def test_every_error_is_one_of_ours() -> None:
     assert len(kinds) == 13
     assert all(issubclass(e, SospError) for e in kinds)
     assert EXAMPLES == 10  # the messages above count on it
+
+
+def test_a_scripted_network_is_refused_by_name() -> None:
+    c = case("mlp")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's word about scripting
+        scripted = torch.jit.trace(c.model, c.inputs)
+    for use in (sosp.trace, sosp.find_structures):
+        with pytest.raises(StructureError, match="a scripted or traced module hides its layers"):
+            use(scripted, c.inputs)

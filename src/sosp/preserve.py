@@ -152,6 +152,8 @@ def write(tensors: list[Tensor], flat: Tensor) -> None:
 
 
 def refuse_uninitialised(model: nn.Module) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise StructureError("a scripted or traced module hides its layers: give the module that it was made of.")
     for name, x in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(x):
             raise StructureError(

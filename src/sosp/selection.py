@@ -46,10 +46,11 @@ def select(
 
     Greedy: one structure after the other, each time the one that raises the objective least given those already
     gone (Eq. 5); without pairs this is sorting once. Ties go to the lower index. ``cap`` bounds the share removed
-    from one layer. ``scale`` divides a structure's cost by its kernel's edge (the paper's SOSP*), its MACs or its
-    parameters, so that what saves more may cost more. ``round_to`` keeps a multiple of that many structures in every
-    layer, by taking back those that were removed last. Give ``join`` and ``round_to`` as ``shrink`` will be told them:
-    the budget is met by the network that it then builds. A mask that would cut the network in two is refused.
+    from one layer; a structure of several counts in the first. ``scale`` divides what a structure adds to the objective
+    by its kernel's edge (the paper's SOSP*), its MACs or its parameters, so that what saves more may cost more.
+    ``round_to`` keeps a multiple of that many structures in every layer, by taking back those removed last. Give
+    ``join`` and ``round_to`` as ``shrink`` will be told them: the budget is met by the network that it then builds. A
+    mask that would cut the network in two is refused.
     """
     structures = saliency.structures
     budget = budget_of(ratio, params, macs, Style(join, round_to))
