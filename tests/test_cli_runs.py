@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -273,6 +274,22 @@ def test_another_seed_of_fine_tuning_is_another_run(
         f"finetune-{pruned.name}",
         f"finetune-{pruned.name}-seed1",
     }
+
+
+def test_a_dry_run_refuses_what_the_run_would(trained: Path, pruned: Path, tmp_path: Path) -> None:
+    plan = ("prune", trained, "--examples", "50", "--dry-run")
+    assert "there is no run to resume" in refusal(*plan, "--resume", "--out", tmp_path / "none")
+    assert "holds another run" in refusal(*plan, "--ratio", "0.7", "--out", pruned)
+    assert call(*plan, "--out", tmp_path / "none").exit_code == 0
+
+
+def test_figures_that_are_none(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run" / "result.json").write_text("[]")
+    for command in ("report", "run"):
+        assert "result.json: does not hold the figures of stages" in refusal(
+            command, tmp_path / "run", begun=command == "run"
+        )
 
 
 def test_a_table_in_a_file_is_whole(trained: Path, tmp_path: Path) -> None:

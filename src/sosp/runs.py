@@ -66,7 +66,10 @@ class Run:
     def results(self) -> dict[str, Any]:
         """Stage -> its figures, of the stages that are done."""
         path = self.folder / RESULT
-        return read_json(path) if path.is_file() else {}
+        found = read_json(path) if path.is_file() else {}
+        if not isinstance(found, dict) or not all(isinstance(figures, dict) for figures in found.values()):
+            raise RunError(f"{path}: does not hold the figures of stages. Remove it, and the stages are done again.")
+        return found
 
     def done(self, stage: str) -> bool:
         return stage in self.results and self.file(stage).is_file()
@@ -94,13 +97,19 @@ class Run:
 def opened(folder: str | Path, record: Record, *, must_exist: bool = False, writes: bool = True) -> Iterator[Run]:
     """The run in this folder, new or to be gone on with. Another one is refused and nothing is overwritten."""
     path = Path(folder)
-    if not (path / CONFIG).is_file():
-        _refuse_occupied(path, must_exist)
-        if writes:
-            _make(path, record)
-    _refuse_other(path, record)
+    refuse_folder(path, record, must_exist=must_exist)
+    if writes and not (path / CONFIG).is_file():
+        _make(path, record)
     with _locked(path) if writes else _nothing():
         yield Run(path, writes)
+
+
+def refuse_folder(path: Path, record: Record, *, must_exist: bool) -> None:
+    """A folder in which this run can neither begin nor go on."""
+    if (path / CONFIG).is_file():
+        _refuse_other(path, record)
+    else:
+        _refuse_occupied(path, must_exist)
 
 
 def _refuse_occupied(path: Path, must_exist: bool) -> None:

@@ -32,7 +32,7 @@ from sosp.pipeline import (
 )
 from sosp.report import keep_report
 from sosp.report.steps import loading
-from sosp.runs import Record, Run, is_run, opened, read_record
+from sosp.runs import Record, Run, is_run, opened, read_record, refuse_folder
 
 NAMES = "sosp:resnet56, torchvision:resnet50, timm:convnext_atto, hf:FOLDER, file.py:function or module:function"
 Network = Annotated[str, typer.Argument(metavar="MODEL", help=f"{NAMES}.")]
@@ -149,10 +149,11 @@ def launch(
     if place.name and Path(place.name).name != place.name:
         raise ArgumentError(f"name={place.name!r} is a path: name the folder with --out (out in [run]).")
     folder = Path(place.out) if place.out else Path("runs") / (place.name or name or name_of(job.config, command))
+    record = describe(job.config, ["sosp", *sys.argv[1:]])
     if dry_run:
+        refuse_folder(folder, record, must_exist=resume)
         show_plan(job, folder, screen)
         return
-    record = describe(job.config, ["sosp", *sys.argv[1:]])
     with everywhere(folder, record, resume) as run:
         screen.run = run
         screen.tell({"event": "run", "folder": str(folder), "config": job.config.as_dict()})

@@ -75,7 +75,8 @@ def _comparing(job: Job) -> dict[str, Any]:
 def _expanding(job: Job, params: int) -> dict[str, Any]:
     section, train = job.config.expand, job.config.train
     assert section is not None and train is not None
-    before = 3 if section.when == "trained" else 0
+    each = 3 if job.config.model.weights is None else 2  # a network that is given is not trained
+    before = each * section.seeds if section.when == "trained" else 0
     return {
         "courses": ["vanilla", "expand", "widen"],
         "sizes": [f"{kind} {size:g}" for kind, size in plan_for(job).budgets(params)],
