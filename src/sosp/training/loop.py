@@ -209,7 +209,7 @@ class Job:
                     "iterated."
                 )
             seconds, test = self.place.seconds, self._test(learner)
-            if test is not None and not math.isfinite(test.loss):
+            if number + 1 == self.schedule.epochs and test is not None and not math.isfinite(test.loss):
                 what = f"the loss{f' of {name!r}' if name else ''} on the test data is no finite number"
                 raise TrainingError(self._complaint(what, int(learner.count) - 1))
             epoch = Epoch(number + 1, loss / examples, right / examples, test, rate, seconds, examples / seconds)
