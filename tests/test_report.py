@@ -22,7 +22,7 @@ from sosp.report.page import chapter, page, pictures
 from sosp.report.section import large, size
 from sosp.report.sections.expansion import averaged
 from sosp.report.sections.losses import verdict
-from sosp.report.sections.saliency import threshold
+from sosp.report.sections.saliency import over_several, threshold
 from sosp.report.sections.streams import lanes, pieces
 
 LAYERS = [("conv1", 3, 8), ("layer1.0.conv1", 8, 8), ("layer1.0.conv2", 8, 8), ("layer2.0.conv1", 8, 16)]
@@ -416,3 +416,18 @@ def test_sizes(number: float, words: str) -> None:
 def test_large_numbers_and_powers() -> None:
     assert [large(n).text for n in (12_345, 40_551_000, 4.1e9)] == ["12,345", "40.55 M", "4.1 G"]  # type: ignore[union-attr]
     assert [look.power(n) for n in (0.01, 1, 1000, 1e-5, 1e4, 0)] == ["0.01", "1", "1000", "10⁻⁵", "10⁴", "0"]
+
+
+def test_layers_without_structures_of_their_own_are_left_out() -> None:
+    """Of coupled channels, those of a stream stand at its first layer."""
+    whole = saliency([("conv1", 3, 4), ("conv2", 4, 4), ("conv3", 4, 4)])
+    assert whole.owners().layers == whole.layers
+    assert torch.equal(whole.owners().index, whole.index)
+    some = replace(whole, index=torch.tensor([0] * 4 + [2] * 8)).owners()
+    assert some.layers == ("conv1", "conv3")
+    assert some.index.tolist() == [0] * 4 + [1] * 8
+    assert some.pairs_by_layer is not None
+    assert whole.pairs_by_layer is not None
+    assert torch.equal(some.pairs_by_layer, whole.pairs_by_layer[[0, 2]][:, [0, 2]])
+    assert over_several(whole, some).endswith("at the first of them.")
+    assert over_several(whole, whole.owners()) == ""

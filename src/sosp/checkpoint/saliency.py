@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -54,6 +54,12 @@ class SavedSaliency:
     first: Tensor | None = None  # (S,) the first-order term
     second: Tensor | None = None  # (S,) the second-order term, with all others or by itself
     pairs_by_layer: Tensor | None = None  # (L, L) sums of |theta_s . H theta_s'| over the structures of two layers
+
+    def owners(self) -> SavedSaliency:
+        """The same without layers whose structures all stand at another one, the first of those they reach over."""
+        kept, index = self.index.unique(return_inverse=True)
+        pairs = None if self.pairs_by_layer is None else self.pairs_by_layer[kept][:, kept]
+        return replace(self, layers=tuple(self.layers[i] for i in kept.tolist()), index=index, pairs_by_layer=pairs)
 
 
 def keep_saliency(path: str | Path, saliency: Saliency, mask: Mask) -> None:

@@ -11,13 +11,14 @@ from sosp.report.axis import NAMED, short_name
 from sosp.report.facts import Facts
 from sosp.report.look import Plot, blank
 from sosp.report.section import Section, Table, figure, share
+from sosp.report.sections.saliency import over_several
 
 MOST = 10  # pairs of layers in the table
 DECADES = 4  # of the colours at most, down from the largest
 
 
 def section(facts: Facts) -> Section | None:
-    found = facts.saliency
+    found = None if facts.saliency is None else facts.saliency.owners()
     if found is None or found.pairs_by_layer is None or len(found.layers) < 2:
         return None
     Q = found.pairs_by_layer.numpy()
@@ -27,7 +28,7 @@ def section(facts: Facts) -> Section | None:
     words = (
         "Sums of the absolute values of Q, layer by layer: how much removing structures of one layer changes what "
         f"removing those of another costs. {between:.0%} of all of it lies between layers, which a method that looks "
-        "at one layer at a time does not see.",
+        f"at one layer at a time does not see.{over_several(facts.saliency, found)}",
     )
     return Section("pairs", "Which layers depend on each other", words, (matrix(found, Q),), (table(found, Q),))
 

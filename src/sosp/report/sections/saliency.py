@@ -16,20 +16,26 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 def section(facts: Facts) -> Section | None:
-    found = facts.saliency
-    if found is None or not len(found.index):
+    if facts.saliency is None or not len(facts.saliency.index):
         return None
+    found = facts.saliency.owners()
     cut = threshold(found)
     words = [
         f"The saliency of a structure is what {found.method} expects its removal to cost, here of each one by itself. "
         "Thin lines reach from the 5th to the 95th hundredth of a layer's structures, thick ones from the 25th to the "
-        "75th; the dot is the median."
+        f"75th; the dot is the median.{over_several(facts.saliency, found)}"
     ]
     if cut is None:
         words.append(
             "What went and what stayed overlap: the choice also looked at pairs, at a cap or at every layer by itself."
         )
     return Section("saliency", "What structures cost", tuple(words), (spread(found, cut),), (table(found),))
+
+
+def over_several(whole: SavedSaliency | None, shown: SavedSaliency) -> str:
+    """Where structures of several layers are, if there are any."""
+    some = whole is not None and len(shown.layers) < len(whole.layers)
+    return " Structures over several layers stand at the first of them." if some else ""
 
 
 def threshold(found: SavedSaliency) -> float | None:
