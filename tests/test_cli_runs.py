@@ -245,7 +245,9 @@ def test_other_weights_under_the_same_name_are_another_run(trained: Path, tmp_pa
     assert call(*words).exit_code == 0
     assert call(*words).exit_code == 0
     sosp.save(weights, original())
-    assert 'holds another run: [model] weights was "sha256 ' in refusal(*words)
+    message = refusal(*words)
+    assert 'holds another run: [model] weights was "sha256 ' in message
+    assert message.endswith("or put back the files that the run began with")
 
 
 def test_the_data_of_a_run_may_lie_elsewhere(trained: Path, tmp_path: Path) -> None:

@@ -135,10 +135,10 @@ def _make(path: Path, record: Record) -> None:
 def _refuse_other(path: Path, record: Record) -> None:
     there = read_record(path)
     if (gap := first_difference(record.identity(), there.identity())) is not None:
-        raise RunError(
-            f"{path}: holds another run: {gap}. Nothing was changed. Choose another name or folder, or go on with the "
-            f"run that is there: sosp run {path}"
-        )
+        on = f"go on with the run that is there: sosp run {path}"
+        if record.config == there.config:  # only files that it names are others now
+            on = "put back the files that the run began with"
+        raise RunError(f"{path}: holds another run: {gap}. Nothing was changed. Choose another name or folder, or {on}")
 
 
 def lock(file: IO[str]) -> None:

@@ -37,7 +37,9 @@ def load(name: str, folder: str | os.PathLike[str] | None = None) -> Dataset:
         raise ArgumentError(f"name={name!r:.80} is a {type(name).__name__}; give the name of a dataset.")
     if name in IN_FOLDERS:
         if folder is None:
-            raise ArgumentError(f"{name!r} is read from files: say where they are with folder=...")
+            raise ArgumentError(
+                f"{name!r} is read from files: say where they are with folder=... (in the shell --data-dir)."
+            )
         return IN_FOLDERS[name](folder)
     if name in EMBEDDED:
         if folder is not None:
