@@ -8,6 +8,13 @@ from typer.testing import CliRunner, Result
 from sosp import cli
 
 QUICK = ("--data", "digits", "--width", "0.25", "--epochs", "2")
+TOML = """
+[model]
+name = "sosp:digits_resnet"
+width = 0.25
+[data]
+name = "digits"
+"""  # a file that says nothing to do yet
 WIDE = {"COLUMNS": "200"}  # so that no word of a help text is cut
 
 

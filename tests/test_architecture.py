@@ -50,7 +50,7 @@ ALLOWED = {
     "surgery": "errors recipe flow mask cost verify checkpoint",
     "repair": "errors progress records layers scatter recipe preserve batches losses flow mask checkpoint",
     "eigendamage": "errors ranks records recipe batches losses structures passes preserve kfac criteria cost verify "
-    "checkpoint",
+    "greedy checkpoint",
     "widening": "errors recipe flow structures verify surgery",
     "bottlenecks": "errors records flow mask cost greedy checkpoint widening",
     "latency": "errors batches preserve",

@@ -9,7 +9,7 @@ import torch
 
 import sosp
 import sosp.report
-from commands import QUICK, call, lines, refusal
+from commands import QUICK, TOML, call, lines, refusal
 
 NET = "sosp:digits_resnet"
 DIGITS = ("--data", "digits")
@@ -217,15 +217,6 @@ def test_out_of_memory_says_which_batch_would_fit(here: Path) -> None:
 
 
 # --- what would only be found out later, or not at all --------------------------------------------------
-
-
-TOML = """
-[model]
-name = "sosp:digits_resnet"
-width = 0.25
-[data]
-name = "digits"
-"""
 
 
 @pytest.mark.parametrize(

@@ -14,19 +14,13 @@ import pytest
 import torch
 
 import sosp
-from commands import QUICK, call, lines, refusal
+from commands import QUICK, TOML, call, lines, refusal
 from sosp import models
 from sosp.checkpoint import inspect
 from sosp.cli.targets import sections_for
 
 NET = "sosp:digits_resnet"
-TOML = """
-[model]
-name = "sosp:digits_resnet"
-width = 0.25
-[data]
-name = "digits"
-[train]
+WHOLE = f"""{TOML}[train]
 epochs = 1
 batch = 256
 [prune]
@@ -83,7 +77,7 @@ def pruned(trained: Path) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of all stages."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    folder.parent.joinpath("c.toml").write_text(TOML)
+    folder.parent.joinpath("c.toml").write_text(WHOLE)
     found = call("run", folder.parent / "c.toml", "--out", folder)
     assert found.exit_code == 0, found.output
     return folder
@@ -305,7 +299,7 @@ def test_a_table_in_a_file_is_whole(trained: Path, tmp_path: Path) -> None:
 
 def test_default_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "plan.toml").write_text(TOML)
+    (tmp_path / "plan.toml").write_text(WHOLE)
     expected = {
         ("train", NET, "--data", "digits"): "train-digits_resnet-digits-seed0",
         ("train", NET, "--data", "digits", "--seed", "3", "--name", "mine"): "mine",

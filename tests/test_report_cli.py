@@ -8,17 +8,11 @@ from typing import Any
 import pytest
 
 import sosp.report
-from commands import QUICK, call, lines, refusal
+from commands import QUICK, TOML, call, lines, refusal
 from sosp.report.facts import read_run
 
 NET = "sosp:digits_resnet"
-TOML = """
-[model]
-name = "sosp:digits_resnet"
-width = 0.25
-[data]
-name = "digits"
-[train]
+WHOLE = f"""{TOML}[train]
 epochs = 1
 batch = 256
 [prune]
@@ -34,7 +28,7 @@ batch = 256
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of all stages, by SOSP-I."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    folder.parent.joinpath("c.toml").write_text(TOML)
+    folder.parent.joinpath("c.toml").write_text(WHOLE)
     found = call("run", folder.parent / "c.toml", "--out", folder)
     assert found.exit_code == 0, found.output
     assert f"Report: {folder / 'report.html'}" in found.output

@@ -63,7 +63,7 @@ def count(model: nn.Module, example: Any, mask: Mask | None = None, *, conventio
     check_mask(model, mask)
     if mask.kind == "weights":
         raise StructureError("single weights cannot be cut out of a layer: count a mask of kind='filters'.")
-    removed = flow.removed(mask.removed, {layer.name: layer.norms for layer in mask.layers})
+    removed = flow.removed(mask.removed, mask.places)
     if convention == "alternative":
         return alternative(flow, removed)
     layout, _ = plan(model, flow, removed, example)

@@ -26,7 +26,8 @@ from sosp.batches import Chunk, read, share
 from sosp.checkpoint import inspect, load
 from sosp.cost import Cost, count, whole_cost
 from sosp.criteria.eigendamage import Removed, Rotated, choose, rotate
-from sosp.errors import ArgumentError, CheckpointError, DataError, StructureError, SurgeryError, is_number, one_of
+from sosp.errors import CheckpointError, DataError, StructureError, SurgeryError, one_of
+from sosp.greedy import check_share
 from sosp.kfac import FISHERS, kronecker, unknown
 from sosp.losses import LossLike
 from sosp.losses import check as check_loss
@@ -118,7 +119,8 @@ def eigendamage(
     check_loss(loss)
     one_of("fisher", fisher, FISHERS)
     one_of("replace", replace, REPLACE)
-    _check_shares(ratio, cap)
+    check_share("ratio", ratio)
+    check_share("cap", cap)
     with borrowed(model):
         head, chunks = _first(data, examples, generator)
         example = head.rows(0, min(ROWS, head.size)).inputs
@@ -252,9 +254,3 @@ def _cost(model: nn.Module, example: Any) -> Cost | None:
         return count(model, example)
     except StructureError:
         return None
-
-
-def _check_shares(ratio: float, cap: float) -> None:
-    for name, value in {"ratio": ratio, "cap": cap}.items():
-        if not is_number(value) or not 0 <= value <= 1:
-            raise ArgumentError(f"{name}={value!r} must be a number from 0 to 1.")

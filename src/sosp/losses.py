@@ -78,6 +78,11 @@ def _finite(values: Tensor, chunk: Chunk) -> Tensor:
     return values
 
 
+def classes_axis(logits: Tensor) -> int:
+    """Where the classes stand when no label tells: second, as in images, or last, as in rows of tokens."""
+    return 1 if logits.dim() in (2, 4, 5) else logits.dim() - 1
+
+
 def logits_of(outputs: Any) -> Tensor:
     """The tensor of network outputs: the output itself, or where the usual containers keep it."""
     if isinstance(outputs, Tensor):

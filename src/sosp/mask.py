@@ -71,6 +71,11 @@ class Mask:
         return replace(self, removed=removed, norms={} if structures is None else _norms(structures, removed))
 
     @property
+    def places(self) -> dict[str, tuple[str, ...]]:
+        """Layer -> the norms at whose output its removed channels are zero; none where it is its own."""
+        return {layer.name: layer.norms for layer in self.layers}
+
+    @property
     def ratio(self) -> float:
         """The share of structures removed."""
         return self.chosen / self.structures if self.structures else 0.0

@@ -119,9 +119,11 @@ def repaired_cut(
         network = repair_network(found.model, model, data, loss=outputs).model
         saliency = scored(network)
     found = cut(network, saliency, example, _so_far(choice, 1.0, first, saliency), style)
-    absent.cut(_flow(network, saliency, example), found.mask)
     fixed = repair_network(found.model, model, data, loss=outputs)
-    mask = found.mask if network is model else absent.mask()
+    mask = found.mask
+    if network is not model:
+        absent.cut(_flow(network, saliency, example), mask)
+        mask = absent.mask()
     return Pruned(fixed.model, mask, first, whole_cost(_flow(model, first, example)), found.cost_after, fixed)
 
 

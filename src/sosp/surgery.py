@@ -42,7 +42,7 @@ def shrink_along(
     model: nn.Module, mask: Mask, example: Any, flow: Flow, style: Style | None = None, *, verify: bool = True
 ) -> tuple[nn.Module, Cost]:
     """``shrink`` with the channel flow at hand, which may learn of more pins; and what the result costs."""
-    removed = flow.removed(mask.removed, {layer.name: layer.norms for layer in mask.layers})
+    removed = flow.removed(mask.removed, mask.places)
     layout, recipe = plan(model, flow, removed, example, style)
     small = cooked(model, recipe)
     set_zero(small, flow.graph, layout, removed)

@@ -59,7 +59,7 @@ class Masks:
             self.found = self.work.saliency(self.method, self.seed)
         saliency, seconds = self.found
         mask, flow = select(saliency, ratio=ratio), self.work.structures(self.method).flow
-        other = alternative(flow, flow.removed(mask.removed, {layer.name: layer.norms for layer in mask.layers}))
+        other = alternative(flow, flow.removed(mask.removed, mask.places))
         small, exact = shrink_along(self.work.model, mask, self.work.example, flow, verify=False)
         return Cut(small, self._quick(mask, small), mask, mask.structures, mask.chosen, exact, other, seconds)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from sosp.batches import Chunk
 from sosp.errors import DataError
-from sosp.losses import LossLike, logits_of
+from sosp.losses import LossLike, classes_axis, logits_of
 
 
 def answered(model: nn.Module, chunk: Chunk, loss: LossLike) -> Chunk:
@@ -20,5 +20,4 @@ def answered(model: nn.Module, chunk: Chunk, loss: LossLike) -> Chunk:
         raise DataError("the data has no targets, and only you know what a loss of your own takes: give some.")
     with torch.no_grad():
         logits = logits_of(chunk.run(model))
-    classes = 1 if logits.dim() in (2, 4, 5) else -1
-    return replace(chunk, targets=logits if loss == "mse" else logits.argmax(classes))
+    return replace(chunk, targets=logits if loss == "mse" else logits.argmax(classes_axis(logits)))

@@ -187,7 +187,7 @@ def _shrunk(cutter: Cutter, cell: Pruned, mask: Mask, flow: Flow, seconds: dict[
     begun = time.perf_counter()
     small, exact = shrink_along(model, mask, bench.example(cell.start.data), flow)
     seconds["shrink"] = time.perf_counter() - begun
-    other = alternative(flow, flow.removed(mask.removed, {layer.name: layer.norms for layer in mask.layers}))
+    other = alternative(flow, flow.removed(mask.removed, mask.places))
     again = recalibrate(small, bench.data(cell.start.data).train, examples=5000, seed=cell.seed)
     four = {"zeroed": zeroed(model, mask), "masked": masked(model, mask), "cut": small, "recalibrated": again}
     metrics = {

@@ -294,12 +294,12 @@ def _calls(flow: Flow) -> dict[str, Cut]:
 
 def _slices(flow: Flow) -> Iterator[dict[str, np.ndarray]]:
     """Axis by axis, of every view at once: its first place loses all its channels, as when a whole head goes."""
-    cores = [flow.classes[box.core.numpy()] for box in flow.graph.boxes]
+    cores, calls = [flow.classes[box.core.numpy()] for box in flow.graph.boxes], _calls(flow)
     for axis in range(max((core.ndim for core in cores), default=0)):
         sliced = [core.take(0, axis).ravel() for core in cores if core.ndim > axis and core.shape[axis] > 1]
         gone = np.unique(np.concatenate([flow.pins[:0], *sliced]))
-        masks = {name: np.zeros(len(cut.given), dtype=bool) for name, cut in _calls(flow).items()}
-        for name, cut in _calls(flow).items():
+        masks = {name: np.zeros(len(cut.given), dtype=bool) for name, cut in calls.items()}
+        for name, cut in calls.items():
             masks[name][cut.index[np.isin(flow.classes[cut.out], gone) & (cut.index >= 0)]] = True
         if any(mask.any() for mask in masks.values()):
             yield masks

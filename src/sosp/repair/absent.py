@@ -23,7 +23,7 @@ class Absent:
         """The network with this flow, which is what the cuts so far have left, loses what the mask removes."""
         for name, channels in mask.removed.items():
             self.gone[name][self.left[name][channels.cpu().numpy()]] = True
-        layout = flow.layout(flow.removed(mask.removed, {layer.name: layer.norms for layer in mask.layers}))
+        layout = flow.layout(flow.removed(mask.removed, mask.places))
         emptied = {d.module for d in flow.graph.dense.values() if d.weight in layout.emptied}
         for name, numbers in self.left.items():
             calls = flow.graph.calls.get(name, ()) if name not in emptied else ()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sosp.losses import logits_of
+from sosp.losses import classes_axis, logits_of
 from sosp.repair.inputs import Part
 from sosp.repair.measures import Measure
 
@@ -19,7 +19,7 @@ def answers(model: nn.Module, parts: Sequence[Part]) -> Tensor:
     for part in parts:
         if part.held:
             logits = logits_of(part.chunk.run(model))
-            axis = 1 if logits.dim() in (2, 4, 5) else logits.dim() - 1
+            axis = classes_axis(logits)
             rows.append(logits.movedim(axis, -1).reshape(-1, logits.shape[axis]))
     return torch.cat(rows)
 

@@ -181,11 +181,12 @@ class Job:
 
     def _refuse_nonsense(self, weights: bool = False) -> None:
         for name, learner in self.learners.items():
-            of = f" of {name!r}" if name else ""
             if (bad := int(learner.bad)) >= 0:
-                raise TrainingError(self._complaint(f"the loss{of} is no finite number", bad))
+                raise TrainingError(self._complaint(f"the loss{_of(name)} is no finite number", bad))
             if weights and not learner.is_finite():
-                raise TrainingError(self._complaint(f"the weights{of} are no finite numbers", int(learner.count) - 1))
+                raise TrainingError(
+                    self._complaint(f"the weights{_of(name)} are no finite numbers", int(learner.count) - 1)
+                )
 
     def _complaint(self, what: str, step: int) -> str:
         known = state.files(self.saving.folder) if self.saving.folder is not None else []
@@ -210,7 +211,7 @@ class Job:
                 )
             seconds, test = self.place.seconds, self._test(learner)
             if number + 1 == self.schedule.epochs and test is not None and not math.isfinite(test.loss):
-                what = f"the loss{f' of {name!r}' if name else ''} on the test data is no finite number"
+                what = f"the loss{_of(name)} on the test data is no finite number"
                 raise TrainingError(self._complaint(what, int(learner.count) - 1))
             epoch = Epoch(number + 1, loss / examples, right / examples, test, rate, seconds, examples / seconds)
             self.history[name].append(epoch)
@@ -241,3 +242,8 @@ class Job:
         if all(int(a.bad) < 0 and a.is_finite() for a in self.learners.values()):
             history = {n: [asdict(e) for e in epochs] for n, epochs in self.history.items()}
             state.save(self.saving.folder, self.learners, self.identity, self.place, history)
+
+
+def _of(name: str) -> str:
+    """Which network, where there are several."""
+    return f" of {name!r}" if name else ""
