@@ -67,7 +67,7 @@ def _train(bench: Bench, group: Group, starts: dict[str, Trained], watch: Watche
     done = together.trained(bench, group, fresh, {n: s.seed for n, s in starts.items()}, place, watch)
     for name, (model, history) in done.items():
         source = "trained" if history else "untrained"
-        _keep(bench, starts[name], plain(model), history, {"source": source}, watch)
+        _keep(bench, starts[name], plain(model), history, {"source": source, **together.parts(group, place)}, watch)
     together.forget(group, place)
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sosp.errors import OutOfMemoryError, SospError, TrainingError
 from sosp.experiments import networks, timing, together
@@ -167,13 +168,21 @@ def _tune(
         watch.event("begin", {"cells": list(cells), "epochs": epochs})
     small = {name: cut.model for name, cut in cuts.items()}
     done = together.trained(bench, group, small, {n: c.seed for n, c in cells.items()}, place, watch)
+    parts = together.parts(group, place)
     for name, (_, history) in done.items():
-        _keep(bench, _finished(bench, cells[name], experiment, cuts[name], history), experiment, watch)
+        _keep(bench, _finished(bench, cells[name], experiment, cuts[name], history, parts), experiment, watch)
     for name in done:  # only now: killed before, all of the group would be needed again
         shutil.rmtree(place / name, ignore_errors=True)
 
 
-def _finished(bench: Bench, cell: Pruned, experiment: Experiment, cut: Cut, history: tuple[Epoch, ...]) -> Record:
+def _finished(
+    bench: Bench,
+    cell: Pruned,
+    experiment: Experiment,
+    cut: Cut,
+    history: tuple[Epoch, ...],
+    parts: Mapping[str, Any],
+) -> Record:
     tested = [e.test.top1 for e in history if e.test is not None]
     tuned = {"first": tested[0], "final": tested[-1], "best": max(tested)} if tested else {}
     return Record(
@@ -185,7 +194,7 @@ def _finished(bench: Bench, cell: Pruned, experiment: Experiment, cut: Cut, hist
         history={"test": tested, "loss": [e.loss for e in history], "seconds": [e.seconds for e in history]},
         seconds={**cut.seconds, "tune": sum(e.seconds for e in history)},
         start=networks.begun_with(bench, cell.start),
-        facts=cut.facts,
+        facts={**cut.facts, **parts},
         origin=bench.setting.origin,
     )
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -18,6 +19,8 @@ from sosp.runs import read_json, write_json
 from sosp.training import Epoch, Schedule, Trained, train
 
 MEMBERS = "members.json"
+PARTS = "parts.json"  # of a training that was moved: from which epoch on, by what
+SAID = ("hardware", "torch", "commit")  # of each part
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,14 @@ class Group:
 
 
 def grouped(wanted: Mapping[str, Training], known: Mapping[str, Training], place: Path, most: int) -> list[Group]:
-    """What is wanted in groups of at most ``most``; those that were begun come first, as they were.
+    """What is wanted in groups of at most ``most``; those that were begun come first, as they were, however large.
 
     A group that was begun may have members that are known but not wanted: they are trained to their end with it.
     """
     found: list[Group] = []
     taken: set[str] = set()
     for group in _begun(known, place):
-        if len(group.names) <= most and taken.isdisjoint(group.names) and not wanted.keys().isdisjoint(group.names):
+        if taken.isdisjoint(group.names) and not wanted.keys().isdisjoint(group.names):
             found.append(group)
             taken |= set(group.names)
     for training in dict.fromkeys(wanted.values()):
@@ -82,8 +85,10 @@ def trained(
     data = bench.data(training.data)
     found: dict[str, tuple[nn.Module, tuple[Epoch, ...]]] = {name: (networks[name], ()) for name in group.names}
     for cycle in range(training.cycles if training.schedule.epochs else 0):
+        before = cycle * training.schedule.epochs
         now = {name: model for name, (model, _) in found.items()}
-        done = _cycle(bench, group, now, data, {n: seeds[n] + 1000 * cycle for n in now}, folder / str(cycle), watch)
+        shifted = {n: seeds[n] + 1000 * cycle for n in now}
+        done = _cycle(bench, group, now, data, shifted, folder / str(cycle), before, watch)
         found = {name: (t.model, (*found[name][1], *t.history)) for name, t in done.items()}
     return found
 
@@ -95,12 +100,19 @@ def _cycle(
     data: Dataset,
     seeds: Mapping[str, int],
     folder: Path,
+    before: int,
     watch: Watcher,
 ) -> dict[str, Trained]:
     training = group.training
     stage = f"{len(networks)} networks" if len(networks) > 1 else next(iter(networks))
 
+    begun = False
+
     def on_epoch(name: str, epoch: Epoch) -> None:
+        nonlocal begun
+        if not begun:
+            _begin_part(folder.parent / PARTS, before + epoch.number, bench.setting.origin)
+            begun = True
         test = None if epoch.test is None else epoch.test.top1
         facts = {"cell": name, "number": epoch.number, "epochs": training.schedule.epochs, "test": test}
         watch.event("epoch", facts)
@@ -118,6 +130,22 @@ def _cycle(
         save_every=bench.setting.save_every,
     )
     return found
+
+
+def _begin_part(path: Path, epoch: int, origin: Mapping[str, Any]) -> None:
+    """Note who trains from this epoch on; what was noted for it and later was lost, since it is trained again."""
+    before = [part for part in (read_json(path) if path.is_file() else []) if part["from"] < epoch]
+    now = {key: origin.get(key) for key in SAID}
+    if not before or {key: before[-1][key] for key in SAID} != now:
+        before.append({"from": epoch, **now})
+    write_json(path, before)
+
+
+def parts(group: Group, place: Path) -> dict[str, Any]:
+    """What a record adds to its origin where not all of the training was done there; else nothing."""
+    path = group.folder(place) / PARTS
+    found = read_json(path) if path.is_file() else []
+    return {"parts": found} if len(found) > 1 else {}
 
 
 def forget_any(place: Path, name: str) -> None:

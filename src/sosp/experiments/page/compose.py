@@ -55,8 +55,9 @@ def _origin(found: Sequence[Row]) -> list[str]:
     records = [record for row in found for record in row.records]
     if not records:
         return ["Nothing is measured yet."]
-    hardware, torch = (_all(str(record.origin[key]) for record in records) for key in ("hardware", "torch"))
-    commit = _all(FULL.sub(r"\1", str(record.origin["commit"])) for record in records)
+    places = [place for record in records for place in (*record.facts.get("parts", ()), record.origin)]
+    hardware, torch = (_all(str(place[key]) for place in places) for key in ("hardware", "torch"))
+    commit = _all(FULL.sub(r"\1", str(place["commit"])) for place in places)
     return [f"Measured on {hardware}, torch {torch}, commit {commit}."]
 
 
