@@ -61,6 +61,7 @@ def test_equal_names_are_equal_cells_wherever_they_stand() -> None:
         {"start": Trained("resnet56", "cifar10", width=2.0)},
         {"start": Trained("resnet56", "cifar10", slimming=1e-4)},
         {"tuning": replace(sosp.SCHEDULES["cifar"], epochs=3)},
+        {"tuning": replace(sosp.SCHEDULES["cifar"], rate=0.01)},
     ],
 )
 def test_every_field_of_a_cell_is_in_its_name(change: dict[str, Any]) -> None:
@@ -81,13 +82,26 @@ def test_the_settings_are_the_papers() -> None:
     cells = [cell for cell in every if cell.tuning.epochs]
     assert {cell.examples for cell in cells} == {1000}
     assert {cell.gate for cell in cells if cell.gate != "weights"} == {"features"}
-    schedules = {(c.start.network, c.start.data): c.tuning for c in cells}
+    schedules = {(c.start.network, c.start.data): c.tuning for c in cells if not c.gentle}
     assert schedules.pop(("densenet40", "cifar10")) == schedules.pop(("densenet40", "cifar100"))
     for (_, data), schedule in schedules.items():
         assert schedule == sosp.SCHEDULES["imagenet" if data == "imagenet" else "cifar"]
     vgg = [cell for cell in cells if cell.start.network == "vgg19"]
     assert {cell.cap for cell in vgg} == {0.95}
     assert {cell.cap for cell in cells if cell not in vgg} == {None}
+
+
+def test_eigendamage_is_also_fine_tuned_its_own_way() -> None:
+    """As in configs/exp_for_cifar/*/*/one_pass/base/kfacf_eigen_base.json and fine_tune_model of its repository."""
+    for name in ("global-high", "global-medium"):
+        cells = [c for c in experiments.make(name).cells if isinstance(c, Pruned)]
+        gentle = [c for c in cells if c.gentle]
+        assert {replace(c, tuning=c.start.schedule) for c in gentle} == {c for c in cells if c.label == "eigendamage"}
+        assert {c.label for c in gentle} == {"eigendamage, rate 0.001"}
+        assert {"-rate0.001-e150-" in c.name for c in gentle} == {True}
+        for cell in gentle:
+            rates = [cell.tuning.rate_at(epoch, 0.0) for epoch in (0, 74, 75, 111, 112, 149)]
+            assert rates == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5])
 
 
 def test_the_first_experiment_has_the_cells_that_decide() -> None:

@@ -139,6 +139,14 @@ def test_commits_are_named_shortly_and_once(tmp_path: Path) -> None:
     assert "torch 2.99, commit 1234abc, 1234abc-dirty, unknown." in text
 
 
+def test_all_machines_of_a_training_that_was_moved_are_named(tmp_path: Path) -> None:
+    cell = Pruned(START, "sosp-h", ("ratio", 0.5))
+    parts = [{"from": 1, "hardware": "a GPU", "torch": "2.98", "commit": "def"}, {"from": 9, **ORIGIN}]
+    keep(tmp_path, record(cell, figures(0.93), facts={"parts": parts}), "some")
+    text = pages([replace(SOME, cells=(cell,))], tmp_path).texts["some.md"]
+    assert f"Measured on a GPU, {ORIGIN['hardware']}, torch 2.98, {ORIGIN['torch']}, commit def, " in text
+
+
 def test_a_network_that_no_epoch_has_changed_is_called_untrained(tmp_path: Path) -> None:
     first = replace(START, schedule=replace(START.schedule, epochs=0))
     for start in (START, first):
@@ -339,6 +347,36 @@ def test_a_figure_is_the_same_each_time_and_shows_everybody(results: Path, tmp_p
     assert ">baseline<" in first  # the network that was pruned, beside the paper's
     for word in ("sosp-h", "first-order", "HRank (paper)", "sosp-h (paper)", "parameters", "MACs"):
         assert word in first
+
+
+def test_what_the_paper_prints_as_a_share_is_drawn_as_that_share_of_our_network(results: Path) -> None:
+    shares = (
+        Published(31, *PLACE, "sosp-h", 93.15, 0.15, params_cut=60.0, macs_cut=90.0),
+        Published(32, *PLACE, "HRank", 90.72, params=0.27e6),
+        Published(33, *PLACE, "baseline", 93.39),
+    )
+    (figure,) = pages([replace(SOME, published=shares)], results).figures
+    drawn = {name: {line.label: line.points for line in lines} for name, _, lines in figure.panels}
+    parameters, macs = drawn.values()
+    assert [name.partition(";")[0] for name in drawn] == ["parameters", "MACs"]
+    assert parameters["sosp-h (paper)"] == (pytest.approx((0.4 * 853018, 93.15, 0.15)),)
+    assert parameters["HRank (paper)"] == ((0.27e6, 90.72, 0.0),)
+    assert parameters["baseline (paper)"] == ((853018, 93.39, 0.0),)
+    assert macs["sosp-h (paper)"] == (pytest.approx((0.1 * 125_485_696, 93.15, 0.15)),)
+    assert "HRank (paper)" not in macs
+    (plain,) = pages([SOME], results).figures
+    assert [name for name, _, _ in plain.panels] == ["parameters", "MACs"]
+
+
+def test_a_sentence_about_several_pairs_stands_once(results: Path) -> None:
+    twice = (*SOME.claims, Claim("second order helps", 34, "first-order", "sosp-h"))
+    text = pages([replace(SOME, claims=twice)], results).texts["some.md"]
+    part = text[text.index("### What we could") :]
+    assert part.count('"Second order helps" (line 34 of the paper), by the final accuracy:') == 2  # one is confirmed
+    both = (*SOME.claims, *SOME.claims)
+    text = pages([replace(SOME, claims=both)], results).texts["some.md"]
+    assert text.count('"Second order helps" (line 34 of the paper)') == 1
+    assert text.count("sosp-h 93.13 ± 0.13, first-order 92.29 ± 0.10: confirmed") == 2
 
 
 def every() -> list[Experiment]:

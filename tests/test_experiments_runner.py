@@ -359,6 +359,8 @@ def test_a_group_that_was_begun_is_gone_on_with_as_it_was(tmp_path: Path) -> Non
     other = dict.fromkeys("ef", replace(training, cycles=2))
     assert [g.names for g in together.grouped(other, other, tmp_path, 4)] == [("e", "f")]
     assert together.grouped(other, other, tmp_path, 4)[0].folder(tmp_path) != folder
+    # Begun on a machine with more room.
+    assert [g.names for g in together.grouped(wanted, known, tmp_path, 1)] == [("e", "f"), *zip("abcd", strict=True)]
 
 
 # --- killed ---------------------------------------------------------------------------------------------
@@ -372,12 +374,13 @@ PAIR = (
 TWO = Experiment("two", "two networks side by side", "", PAIR)
 
 
-def run_two(folder: Path, watch: Watch) -> dict[str, Record]:
+def run_two(folder: Path, watch: Watch, side_by_side: int = 2, **origin: str) -> dict[str, Record]:
     """Both networks side by side, as on a GPU."""
     torch.set_num_threads(1)
-    bench.FINE[False] = 2
+    bench.FINE[False] = side_by_side
+    here = setting(folder)
     try:
-        found = experiments.run(TWO, setting(folder), watch)
+        found = experiments.run(TWO, replace(here, origin={**here.origin, **origin}), watch)
     finally:
         bench.FINE[False] = 1
     return {name: record for name, record in found.records.items() if record is not None}
@@ -424,6 +427,21 @@ def test_killed_it_goes_on_where_it_was(whole: dict[str, Record], tmp_path: Path
         n: (r.metrics, r.history["test"], r.history["loss"]) for n, r in whole.items()
     }
     assert [p.name for p in (tmp_path / "work" / "two").iterdir()] == []
+
+
+def test_moved_it_goes_on_as_it_was_and_says_what_was_done_where(whole: dict[str, Record], tmp_path: Path) -> None:
+    """From a machine on which both are trained side by side to one that has room for a single network."""
+    with pytest.raises(KeyboardInterrupt):
+        run_two(tmp_path, at("epoch", 5, stop), hardware="a large GPU")  # of the network, then one of both
+    with pytest.raises(KeyboardInterrupt):
+        run_two(tmp_path, at("epoch", 1, stop), hardware="one that fails in its first epoch")
+    found = run_two(tmp_path, Watch(), side_by_side=1, hardware="a small CPU", commit="def")
+    begun = {"from": 1, "hardware": "a large GPU", "torch": torch.__version__, "commit": "abc"}
+    ended = {"from": 2, "hardware": "a small CPU", "torch": torch.__version__, "commit": "def"}
+    for name, record in found.items():
+        assert record.facts["parts"] == [begun, ended]
+        assert record.metrics == whole[name].metrics
+    assert not any("parts" in record.facts for record in whole.values())
 
 
 def test_two_processes_do_not_meet(tmp_path: Path) -> None:

@@ -104,11 +104,20 @@ class Pruned:
         return self.start.place
 
     @property
-    def label(self) -> str:
-        """How tables call it: ``sosp-h*`` is scaled by kernel size."""
+    def published(self) -> str:
+        """What the paper calls it: ``sosp-h*`` is scaled by kernel size."""
         name = "slimming-l1" if self.method == "slimming" and self.start.slimming else self.method
         more = [*self.start.how, *(["twice"] if self.cycles > 1 else []), *(["shuffled"] if self.shuffled else [])]
         return ", ".join([f"{name}{'*' * (self.scale == 'kernel')}", *more])
+
+    @property
+    def label(self) -> str:
+        """How tables call it: with the rate of the fine-tuning, where it is not that of the training."""
+        return f"{self.published}, rate {self.tuning.rate:g}" if self.gentle else self.published
+
+    @property
+    def gentle(self) -> bool:
+        return self.tuning.rate != self.start.schedule.rate
 
     @property
     def name(self) -> str:
@@ -121,6 +130,7 @@ class Pruned:
         parts += ["shuffled"] * self.shuffled
         parts += [f"n{self.examples}"] if self.examples != 1000 else []
         parts += [f"a{self.episodes}"] if self.episodes != 400 else []
+        parts += [f"rate{self.tuning.rate:g}"] if self.gentle else []
         again = f"x{self.cycles}" if self.cycles > 1 else ""
         return "-".join([*parts, f"e{self.tuning.epochs}{again}", f"s{self.seed}"])
 

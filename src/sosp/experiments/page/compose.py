@@ -90,12 +90,13 @@ def is_refuted(finding: Finding) -> bool:
 
 
 def claims(said: Sequence[Finding]) -> list[str]:
-    """Every claim with the findings on it."""
-    lines = []
-    for claim in dict.fromkeys(finding.claim for finding in said):
-        lines += [f'"{_capital(claim.text)}" (line {claim.line} of the paper), by {WORDS[claim.by]}:', ""]
-        lines += _bullets(str(finding) for finding in said if finding.claim == claim)
-    return lines
+    """Every sentence of the paper with the findings on it; one may compare several pairs of methods."""
+    found: dict[str, list[str]] = {}
+    for finding in said:
+        claim = finding.claim
+        sentence = f'"{_capital(claim.text)}" (line {claim.line} of the paper), by {WORDS[claim.by]}:'
+        found.setdefault(sentence, []).append(str(finding))
+    return [line for sentence, pairs in found.items() for line in (sentence, "", *_bullets(pairs))]
 
 
 def _capital(words: str) -> str:

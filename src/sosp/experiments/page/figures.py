@@ -16,6 +16,8 @@ from sosp.experiments.page.words import examples
 from sosp.models.source import package
 
 AXES = {"params": "parameters", "macs": "MACs"}
+SHARED = "{}; the paper's are its share of our whole network"  # where it prints what percentage is gone
+WIDE = 10  # times the least x is so far that the axis becomes logarithmic
 OURS = ("sosp-h", "sosp-i", "first-order", "random")
 
 
@@ -56,15 +58,14 @@ def figures(experiment: Experiment, rows: Sequence[Row], suffix: str = "") -> li
 
 def _curves(experiment: Experiment, place: str, rows: list[Row], suffix: str) -> Figure:
     published = [p for p in experiment.published if f"{p.network}-{p.data}" == place]
-    panels = tuple(
-        (
-            name,
-            "accuracy in percent",
-            (*_mine(rows, axis, experiment.beside), *_theirs(published, axis, experiment.beside)),
-        )
-        for axis, name in AXES.items()
-    )
-    return Figure(f"{experiment.name}-{place}{suffix}", f"{place}, {WORDS[experiment.beside]}", panels)
+    panels = []
+    for axis, name in AXES.items():
+        whole = next((r.start[axis] for row in rows for r in row.done if axis in r.start), None)
+        shared = whole is not None and any(getattr(p, f"{axis}_cut") is not None for p in published)
+        theirs = _theirs(published, axis, experiment.beside, whole if shared else None)
+        lines = (*_mine(rows, axis, experiment.beside), *theirs)
+        panels.append((SHARED.format(name) if shared else name, "accuracy in percent", lines))
+    return Figure(f"{experiment.name}-{place}{suffix}", f"{place}, {WORDS[experiment.beside]}", tuple(panels))
 
 
 def _mine(rows: list[Row], axis: str, beside: str) -> tuple[Line, ...]:
@@ -83,14 +84,23 @@ def _label(row: Row) -> str:
     return f"{cell.label}{'' if cell.gate == 'weights' else f', {cell.gate}'}{examples(cell)}"
 
 
-def _theirs(published: list[Published], axis: str, beside: str) -> tuple[Line, ...]:
+def _theirs(published: list[Published], axis: str, beside: str, whole: float | None) -> tuple[Line, ...]:
+    """``whole``: the x of our whole network, where the paper prints shares of its own."""
     groups: dict[str, list[tuple[float, float, float]]] = {}
     for row in published:
         y, std = (row.before, row.before_std) if beside == "zeroed" else (row.accuracy, row.std)
         x = getattr(row, axis)
+        if x is None and whole is not None:
+            x = _left(row, axis, whole)
         if x is not None and y is not None:
             groups.setdefault(row.method, []).append((x, y, std or 0.0))
     return tuple(Line(f"{label} (paper)", tuple(sorted(points)), False) for label, points in groups.items())
+
+
+def _left(row: Published, axis: str, whole: float) -> float | None:
+    """Of our whole network, as much as the paper left of its own."""
+    cut = 0.0 if row.method == "baseline" else getattr(row, f"{axis}_cut")
+    return None if cut is None else (1 - cut / 100) * whole
 
 
 def _times(experiment: Experiment, rows: list[Row], suffix: str) -> Figure:
@@ -143,6 +153,10 @@ def _panel(axes: Any, lines: Sequence[Line], *, seconds: bool, last: bool) -> No
         axes.xaxis.set_major_formatter("{x:.0f}")
         axes.yaxis.set_major_formatter("{x:g}")
     else:
+        across = [x for line in lines for x, _, _ in line.points]
+        if max(across) > WIDE * min(across) > 0:
+            axes.set_xscale("log")
+            axes.xaxis.set_minor_formatter(package("matplotlib.ticker").NullFormatter())
         axes.xaxis.set_major_formatter(package("matplotlib.ticker").EngFormatter())
     axes.grid(alpha=0.3)
     if last:

@@ -81,8 +81,8 @@ def _row(cells: list[Cell], known: Mapping[str, Record | None], experiment: Expe
 
 def beside(cell: Cell, published: Iterable[Published]) -> Published | None:
     """The first row of the paper of that network, method and budget; the only one of a method that has one budget."""
-    place = _place(cell)
-    mine = [p for p in published if (p.network, p.data, p.method) == (*place, cell.label)]
+    key = (*_place(cell), cell.published if isinstance(cell, Pruned) else cell.label)
+    mine = [p for p in published if (p.network, p.data, p.method) == key]
     if not isinstance(cell, Pruned):
         return next(iter(mine), None) if cell.width == 1.0 else None
     same = [p for p in mine if p.budget == cell.budget]
