@@ -82,7 +82,7 @@ def test_the_settings_are_the_papers() -> None:
     cells = [cell for cell in every if cell.tuning.epochs]
     assert {cell.examples for cell in cells} == {1000}
     assert {cell.gate for cell in cells if cell.gate != "weights"} == {"features"}
-    schedules = {(c.start.network, c.start.data): c.tuning for c in cells if not c.gentle}
+    schedules = {(c.start.network, c.start.data): c.tuning for c in cells if not c.other_rate}
     assert schedules.pop(("densenet40", "cifar10")) == schedules.pop(("densenet40", "cifar100"))
     for (_, data), schedule in schedules.items():
         assert schedule == sosp.SCHEDULES["imagenet" if data == "imagenet" else "cifar"]
@@ -95,7 +95,7 @@ def test_eigendamage_is_also_fine_tuned_its_own_way() -> None:
     """As in configs/exp_for_cifar/*/*/one_pass/base/kfacf_eigen_base.json and fine_tune_model of its repository."""
     for name in ("global-high", "global-medium"):
         cells = [c for c in experiments.make(name).cells if isinstance(c, Pruned)]
-        gentle = [c for c in cells if c.gentle]
+        gentle = [c for c in cells if c.other_rate]
         assert {replace(c, tuning=c.start.schedule) for c in gentle} == {c for c in cells if c.label == "eigendamage"}
         assert {c.label for c in gentle} == {"eigendamage, rate 0.001"}
         assert {"-rate0.001-e150-" in c.name for c in gentle} == {True}

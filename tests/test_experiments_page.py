@@ -200,7 +200,24 @@ HIGH, LOW, NEAR = Stat(0.93, 0.001, 3), Stat(0.92, 0.002, 3), Stat(0.9295, 0.001
     ],
 )
 def test_claims_are_judged_by_a_rule(mine: Stat, other: Stat, relation: str, by: str, found: str) -> None:
-    assert verdict(Claim("", 1, "a", "b", by, relation), mine, other) == found
+    assert verdict(Claim("", 1, "a", "b", by, relation), mine, other, 0.01) == found
+
+
+@pytest.mark.parametrize(("guessed", "found"), [(0.1, "near chance"), (0.01, "confirmed")])
+def test_little_above_guessing_nothing_is_compared(guessed: float, found: str, tmp_path: Path) -> None:
+    high, low = Stat(0.19, 0.01, 3), Stat(0.11, 0.01, 3)
+    claim = Claim("it helps", 34, "sosp-h", "first-order")
+    assert verdict(claim, high, low, guessed) == found
+    assert verdict(claim, replace(high, mean=0.21), low, guessed) == "confirmed"
+    assert verdict(replace(claim, by="seconds"), low, high, guessed) == "confirmed"
+    assert verdict(claim, high, replace(low, count=1), guessed) == "undecided"
+    data = {0.1: "cifar10", 0.01: "cifar100"}[guessed]
+    cells = [replace(c, start=replace(START, data=data)) for c in SOME.cells if isinstance(c, Pruned)]
+    for cell in cells:
+        final = {"sosp-h": 0.19, "first-order": 0.11}[cell.method]
+        keep(tmp_path, record(cell, {**figures(0.9), "final": final}), "some")
+    (finding,) = findings(SOME, rows(replace(SOME, cells=tuple(cells)), tmp_path))
+    assert finding.verdict == found
 
 
 def test_claims_are_judged_where_both_sides_are_measured_alike(results: Path) -> None:

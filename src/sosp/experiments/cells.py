@@ -113,10 +113,11 @@ class Pruned:
     @property
     def label(self) -> str:
         """How tables call it: with the rate of the fine-tuning, where it is not that of the training."""
-        return f"{self.published}, rate {self.tuning.rate:g}" if self.gentle else self.published
+        return f"{self.published}, rate {self.tuning.rate:g}" if self.other_rate else self.published
 
     @property
-    def gentle(self) -> bool:
+    def other_rate(self) -> bool:
+        """Is it fine-tuned at another rate than it was trained at?"""
         return self.tuning.rate != self.start.schedule.rate
 
     @property
@@ -130,7 +131,7 @@ class Pruned:
         parts += ["shuffled"] * self.shuffled
         parts += [f"n{self.examples}"] if self.examples != 1000 else []
         parts += [f"a{self.episodes}"] if self.episodes != 400 else []
-        parts += [f"rate{self.tuning.rate:g}"] if self.gentle else []
+        parts += [f"rate{self.tuning.rate:g}"] if self.other_rate else []
         again = f"x{self.cycles}" if self.cycles > 1 else ""
         return "-".join([*parts, f"e{self.tuning.epochs}{again}", f"s{self.seed}"])
 

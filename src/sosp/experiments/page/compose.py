@@ -9,7 +9,7 @@ from pathlib import Path
 from sosp.errors import RunError
 from sosp.experiments.definition import Experiment
 from sosp.experiments.page.figures import Figure, figures
-from sosp.experiments.page.findings import FAR, PLAIN, WORDS, Finding, departures, findings
+from sosp.experiments.page.findings import FAR, LUCK, PLAIN, WORDS, Finding, departures, findings
 from sosp.experiments.page.rows import Row, rows, shortened
 from sosp.experiments.page.tables import tables
 
@@ -19,7 +19,8 @@ FULL = re.compile(r"^([0-9a-f]{7})[0-9a-f]{33}")  # git's name of a commit, of w
 RULE = (
     "A claim is confirmed where the difference of the means is larger than the larger of the two standard deviations, "
     "contradicted where it is so the other way round; two methods are as good where it is not larger. With a single "
-    f"run on one side nothing is decided, except by times that differ more than {PLAIN}-fold."
+    f"run on one side nothing is decided, except by times that differ more than {PLAIN}-fold. Accuracies below {LUCK} "
+    "times that of guessing are near chance, and nothing is read into their difference."
 )
 
 

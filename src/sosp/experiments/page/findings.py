@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sosp.experiments.cells import Pruned, Trained
-from sosp.experiments.definition import Claim, Experiment
+from sosp.experiments.definition import Claim, Experiment, data_of
 from sosp.experiments.page.rows import Row, Stat
 from sosp.experiments.page.words import asked, examples, percent, printed, time
 
@@ -14,6 +14,8 @@ TOLERANCE = 0.3  # percentage points by which a single run may differ from a num
 FAR = f"more than both deviations together and more than {TOLERANCE} points"
 LESS = ("seconds",)  # metrics of which less is better
 PLAIN = 10  # times as long: needs no repetition
+CLASSES = {"digits": 10, "cifar10": 10, "cifar100": 100, "imagenet": 1000}
+LUCK = 2  # times what guessing gives: below it two accuracies say nothing about each other
 WORDS = {
     "final": "the final accuracy",
     "best": "the best accuracy",
@@ -48,7 +50,8 @@ def findings(experiment: Experiment, rows: Sequence[Row]) -> Iterator[Finding]:
                 if _opposed(claim, row, other):
                     mine, theirs = row.stat(claim.by), other.stat(claim.by)
                     if mine is not None and theirs is not None:
-                        yield Finding(claim, _where(row), verdict(claim, mine, theirs), mine, theirs)
+                        guessed = 1 / CLASSES[data_of(row.cell)]
+                        yield Finding(claim, _where(row), verdict(claim, mine, theirs, guessed), mine, theirs)
 
 
 def _opposed(claim: Claim, row: Row, other: Row) -> bool:
@@ -70,11 +73,16 @@ def _where(row: Row) -> str:
     return f"{row.cell.place}, {asked(row.cell)}, gate {row.cell.gate}{examples(row.cell)}"
 
 
-def verdict(claim: Claim, mine: Stat, other: Stat) -> str:
-    """By the larger of the two deviations; a single run on a side decides nothing but times of another order."""
+def verdict(claim: Claim, mine: Stat, other: Stat, guessed: float) -> str:
+    """By the larger of the two deviations; a single run on a side decides nothing but times of another order.
+
+    ``guessed``: the accuracy of guessing.
+    """
     large, small = max(mine.mean, other.mean), min(mine.mean, other.mean)
     if min(mine.count, other.count) < 2 and not (claim.by in LESS and large > PLAIN * small):
         return "undecided"
+    if claim.by not in LESS and large < LUCK * guessed:
+        return "near chance"
     ahead = (other.mean - mine.mean) if claim.by in LESS else (mine.mean - other.mean)
     noise = max(mine.std, other.std)
     if claim.relation == "equal":
