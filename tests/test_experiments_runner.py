@@ -435,12 +435,15 @@ def test_moved_it_goes_on_as_it_was_and_says_what_was_done_where(whole: dict[str
         run_two(tmp_path, at("epoch", 5, stop), hardware="a large GPU")  # of the network, then one of both
     with pytest.raises(KeyboardInterrupt):
         run_two(tmp_path, at("epoch", 1, stop), hardware="one that fails in its first epoch")
-    found = run_two(tmp_path, Watch(), side_by_side=1, hardware="a small CPU", commit="def")
+    with pytest.raises(KeyboardInterrupt):
+        run_two(tmp_path, at("cell", 1, stop), side_by_side=1, hardware="a small CPU", commit="def")
+    found = run_two(tmp_path, Watch(), hardware="a desk")  # where nothing is trained, only kept
     begun = {"from": 1, "hardware": "a large GPU", "torch": torch.__version__, "commit": "abc"}
     ended = {"from": 2, "hardware": "a small CPU", "torch": torch.__version__, "commit": "def"}
     for name, record in found.items():
         assert record.facts["parts"] == [begun, ended]
         assert record.metrics == whole[name].metrics
+    assert {record.origin["hardware"] for record in found.values()} == {"a desk"}
     assert not any("parts" in record.facts for record in whole.values())
 
 

@@ -65,9 +65,10 @@ def _train(bench: Bench, group: Group, starts: dict[str, Trained], watch: Watche
     watch.event("begin", {"cells": list(starts), "epochs": group.training.schedule.epochs})
     fresh = {name: growing.fresh(bench, start) for name, start in starts.items()}
     done = together.trained(bench, group, fresh, {n: s.seed for n, s in starts.items()}, place, watch)
+    parts = together.parts(group, place, bench.setting.origin)
     for name, (model, history) in done.items():
         source = "trained" if history else "untrained"
-        _keep(bench, starts[name], plain(model), history, {"source": source, **together.parts(group, place)}, watch)
+        _keep(bench, starts[name], plain(model), history, {"source": source, **parts}, watch)
     together.forget(group, place)
 
 

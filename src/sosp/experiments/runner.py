@@ -168,7 +168,7 @@ def _tune(
         watch.event("begin", {"cells": list(cells), "epochs": epochs})
     small = {name: cut.model for name, cut in cuts.items()}
     done = together.trained(bench, group, small, {n: c.seed for n, c in cells.items()}, place, watch)
-    parts = together.parts(group, place)
+    parts = together.parts(group, place, bench.setting.origin)
     for name, (_, history) in done.items():
         _keep(bench, _finished(bench, cells[name], experiment, cuts[name], history, parts), experiment, watch)
     for name in done:  # only now: killed before, all of the group would be needed again

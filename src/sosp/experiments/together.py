@@ -135,17 +135,20 @@ def _cycle(
 def _begin_part(path: Path, epoch: int, origin: Mapping[str, Any]) -> None:
     """Note who trains from this epoch on; what was noted for it and later was lost, since it is trained again."""
     before = [part for part in (read_json(path) if path.is_file() else []) if part["from"] < epoch]
-    now = {key: origin.get(key) for key in SAID}
-    if not before or {key: before[-1][key] for key in SAID} != now:
-        before.append({"from": epoch, **now})
+    if not before or _said(before[-1]) != _said(origin):
+        before.append({"from": epoch, **_said(origin)})
     write_json(path, before)
 
 
-def parts(group: Group, place: Path) -> dict[str, Any]:
+def parts(group: Group, place: Path, origin: Mapping[str, Any]) -> dict[str, Any]:
     """What a record adds to its origin where not all of the training was done there; else nothing."""
     path = group.folder(place) / PARTS
     found = read_json(path) if path.is_file() else []
-    return {"parts": found} if len(found) > 1 else {}
+    return {} if all(_said(part) == _said(origin) for part in found) else {"parts": found}
+
+
+def _said(origin: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: origin.get(key) for key in SAID}
 
 
 def forget_any(place: Path, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -50,7 +51,7 @@ def findings(experiment: Experiment, rows: Sequence[Row]) -> Iterator[Finding]:
                 if _opposed(claim, row, other):
                     mine, theirs = row.stat(claim.by), other.stat(claim.by)
                     if mine is not None and theirs is not None:
-                        guessed = 1 / CLASSES[data_of(row.cell)]
+                        guessed = 1 / CLASSES.get(data_of(row.cell), math.inf)
                         yield Finding(claim, _where(row), verdict(claim, mine, theirs, guessed), mine, theirs)
 
 
