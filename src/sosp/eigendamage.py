@@ -95,6 +95,30 @@ class Eigendamaged:
         return sum(len(r.columns) + len(r.rows) for r in self.removed.values())
 
 
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """A network's layers in their eigenbases: what the data is needed for, done once for any ratio."""
+
+    model: nn.Module
+    example: Any
+    structures: Structures
+    rotated: Mapping[str, Rotated]
+    untreated: Mapping[str, str]  # layer that cannot be a bottleneck -> why
+
+    def without(self, ratio: float, cap: float = 0.95, replace: str = "smaller") -> Eigendamaged:
+        """``ratio`` of all directions removed; the arguments are those of ``eigendamage``."""
+        removed, kept = choose(self.rotated, ratio, cap), dict(self.untreated)
+        parts = {name: self.rotated[name].without(gone) for name, gone in removed.items()}
+        for name, part in list(parts.items()):
+            if replace == "smaller" and part.size >= _weight(self.model, name).numel():
+                kept[name] = "its bottleneck would not be smaller"
+                del parts[name], removed[name]
+        small = build(self.model, parts, self.example)
+        before = None if self.structures.flow is None else whole_cost(self.structures.flow)
+        directions = sum(len(part.columns) + len(part.rows) for part in self.rotated.values())
+        return Eigendamaged(small, removed, kept, directions, before, before and _cost(small, self.example))
+
+
 def eigendamage(
     model: nn.Module,
     data: Any,
@@ -116,27 +140,31 @@ def eigendamage(
     ``replace``: only layers whose block has fewer parameters (``"smaller"``, the paper's; the others stay whole), or
     ``"all"``. ``data``, ``loss``, ``examples`` as ``sosp.score`` takes them. The model itself is left as it was.
     """
-    check_loss(loss)
-    one_of("fisher", fisher, FISHERS)
     one_of("replace", replace, REPLACE)
     check_share("ratio", ratio)
     check_share("cap", cap)
+    return basis(model, data, loss, examples, fisher, exclude, generator).without(ratio, cap, replace)
+
+
+def basis(
+    model: nn.Module,
+    data: Any,
+    loss: LossLike = "cross_entropy",
+    examples: int | None = 1000,
+    fisher: str = "sampled",
+    exclude: Exclude = (),
+    generator: torch.Generator | None = None,
+) -> Basis:
+    """The first half of ``eigendamage``, and the slow one; the model must stay as it is while this is used."""
+    check_loss(loss)
+    one_of("fisher", fisher, FISHERS)
     with borrowed(model):
         head, chunks = _first(data, examples, generator)
         example = head.rows(0, min(ROWS, head.size)).inputs
         structures, kept = _treated(model, find_structures(model, example, gate="weights", exclude=exclude))
         factors = kronecker(Problem(model, structures, loss, chunks, examples), "channels", fisher, generator)
     rotated = {name: rotate(_weight(model, name), factor) for name, factor in factors.items()}
-    removed = choose(rotated, ratio, cap)
-    parts = {name: rotated[name].without(gone) for name, gone in removed.items()}
-    for name, part in list(parts.items()):
-        if replace == "smaller" and part.size >= _weight(model, name).numel():
-            kept[name] = "its bottleneck would not be smaller"
-            del parts[name], removed[name]
-    small = build(model, parts, example)
-    before = None if structures.flow is None else whole_cost(structures.flow)
-    directions = sum(len(part.columns) + len(part.rows) for part in rotated.values())
-    return Eigendamaged(small, removed, kept, directions, before, before and _cost(small, example))
+    return Basis(model, example, structures, rotated, kept)
 
 
 def rebuild(path: str | Path, model: nn.Module) -> nn.Module:

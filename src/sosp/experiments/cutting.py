@@ -17,7 +17,7 @@ from sosp.comparison import Plan
 from sosp.comparison.work import BATCH, Work, prepared
 from sosp.cost import alternative
 from sosp.criteria import METHODS, check_structures
-from sosp.eigendamage import eigendamage, rebuild
+from sosp.eigendamage import Basis, basis, rebuild
 from sosp.errors import ArgumentError, SospError
 from sosp.experiments import together
 from sosp.experiments.bench import Bench
@@ -141,10 +141,20 @@ def _rotated(cutter: Cutter, cell: Pruned) -> Cut:
     begun = time.perf_counter()
     if what != "params":
         raise ArgumentError(f"{cell.name}: EigenDamage is asked for a share of parameters here, not of {what}.")
+    data = cutter.bench.data(cell.start.data).train
+    examples = min(cell.examples, len(data))
+    turned = basis(
+        cutter.model,
+        data.subset(examples, cell.seed).ordered(batch=BATCH),
+        examples=examples,
+        exclude=downsampling(cutter.model),
+        generator=torch.Generator().manual_seed(cell.seed),
+    )
+    cap = 0.95 if cell.cap is None else cell.cap
     found, low, high = None, 0.0, 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        tried = _eigendamaged(cutter, cell, middle)
+        tried = _tried(turned, middle, cap)
         if tried is not None and tried.cost_after.params > share * tried.cost_before.params:
             low = middle
         else:
@@ -157,20 +167,10 @@ def _rotated(cutter: Cutter, cell: Pruned) -> Cut:
     return Cut(found.model, metrics, {"search": time.perf_counter() - begun}, {"ratio": high})
 
 
-def _eigendamaged(cutter: Cutter, cell: Pruned, ratio: float) -> Any:
+def _tried(turned: Basis, ratio: float, cap: float) -> Any:
     """None where that many directions cannot go."""
-    data = cutter.bench.data(cell.start.data).train
-    examples = min(cell.examples, len(data))
     try:
-        return eigendamage(
-            cutter.model,
-            data.subset(examples, cell.seed).ordered(batch=BATCH),
-            ratio=ratio,
-            examples=examples,
-            exclude=downsampling(cutter.model),
-            cap=0.95 if cell.cap is None else cell.cap,
-            generator=torch.Generator().manual_seed(cell.seed),
-        )
+        return turned.without(ratio, cap)
     except ArgumentError:
         return None
 

@@ -64,8 +64,8 @@ def _opposed(claim: Claim, row: Row, other: Row) -> bool:
         return False
     if not isinstance(mine, Pruned) or not isinstance(theirs, Pruned):
         return True
-    same = (mine.gate, mine.cycles, mine.examples) == (theirs.gate, theirs.cycles, theirs.examples)
-    return same and (mine.budget == theirs.budget or not claim.same_budget)
+    same = (mine.gate, mine.cycles) == (theirs.gate, theirs.cycles)
+    return same and ((mine.budget, mine.examples) == (theirs.budget, theirs.examples) or not claim.same_budget)
 
 
 def _where(row: Row) -> str:
