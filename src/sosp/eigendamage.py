@@ -105,7 +105,7 @@ class Basis:
     rotated: Mapping[str, Rotated]
     untreated: Mapping[str, str]  # layer that cannot be a bottleneck -> why
 
-    def without(self, ratio: float, cap: float = 0.95, replace: str = "smaller") -> Eigendamaged:
+    def without(self, ratio: float, cap: float, replace: str) -> Eigendamaged:
         """``ratio`` of all directions removed; the arguments are those of ``eigendamage``."""
         removed, kept = choose(self.rotated, ratio, cap), dict(self.untreated)
         parts = {name: self.rotated[name].without(gone) for name, gone in removed.items()}
@@ -143,17 +143,19 @@ def eigendamage(
     one_of("replace", replace, REPLACE)
     check_share("ratio", ratio)
     check_share("cap", cap)
-    return basis(model, data, loss, examples, fisher, exclude, generator).without(ratio, cap, replace)
+    found = basis(model, data, loss=loss, examples=examples, fisher=fisher, exclude=exclude, generator=generator)
+    return found.without(ratio, cap, replace)
 
 
 def basis(
     model: nn.Module,
     data: Any,
-    loss: LossLike = "cross_entropy",
-    examples: int | None = 1000,
-    fisher: str = "sampled",
-    exclude: Exclude = (),
-    generator: torch.Generator | None = None,
+    *,
+    loss: LossLike,
+    examples: int | None,
+    fisher: str,
+    exclude: Exclude,
+    generator: torch.Generator | None,
 ) -> Basis:
     """The first half of ``eigendamage``, and the slow one; the model must stay as it is while this is used."""
     check_loss(loss)

@@ -23,7 +23,7 @@ def amc_plainnet20() -> Experiment:
             Published(1077, *NETWORK, "sosp-h", 90.93, 0.17, ratio=0.3, params=124e3, macs=26.7e6),
             Published(1079, *NETWORK, "sosp-h", 90.14, 0.15, ratio=0.4, params=90e3, macs=22.7e6),
         ),
-        (Claim("SOSP is better than AMC at fewer parameters", 363, "sosp-h", "amc", same_budget=False),),
+        (Claim("SOSP is better than AMC at fewer parameters", 363, "sosp-h", "amc", same_terms=False),),
         notes=(
             "The paper takes AMC's published shares and keeps the filters of largest Euclidean norm; here AMC's search "
             "is run, which keeps those of largest absolute sum.",

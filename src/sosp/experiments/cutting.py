@@ -146,7 +146,9 @@ def _rotated(cutter: Cutter, cell: Pruned) -> Cut:
     turned = basis(
         cutter.model,
         data.subset(examples, cell.seed).ordered(batch=BATCH),
+        loss="cross_entropy",
         examples=examples,
+        fisher="sampled",
         exclude=downsampling(cutter.model),
         generator=torch.Generator().manual_seed(cell.seed),
     )
@@ -170,7 +172,7 @@ def _rotated(cutter: Cutter, cell: Pruned) -> Cut:
 def _tried(turned: Basis, ratio: float, cap: float) -> Any:
     """None where that many directions cannot go."""
     try:
-        return turned.without(ratio, cap)
+        return turned.without(ratio, cap, "smaller")
     except ArgumentError:
         return None
 

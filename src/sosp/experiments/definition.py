@@ -51,7 +51,7 @@ class Claim:
     other: str
     by: str = "final"  # the metric that decides
     relation: str = "better"  # or "equal"
-    same_budget: bool = True  # and number of examples; else there is one cell for each method, on terms of its own
+    same_terms: bool = True  # budget and number of examples; else there is one cell for each method, on its own
 
 
 @dataclass(frozen=True)

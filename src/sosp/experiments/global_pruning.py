@@ -67,12 +67,12 @@ NOTES = (
 )
 HIGH_CLAIMS = (
     *(
-        Claim("at high ratios SOSP outperforms NN Slimming and C-OBD", 358, ours, other, "best", same_budget=False)
+        Claim("at high ratios SOSP outperforms NN Slimming and C-OBD", 358, ours, other, "best", same_terms=False)
         for ours in ("sosp-h", "sosp-i")
         for other in ("slimming", "obd")
     ),
     *(
-        Claim("SOSP performs on par with EigenDamage", 359, "sosp-h", other, "best", "equal", same_budget=False)
+        Claim("SOSP performs on par with EigenDamage", 359, "sosp-h", other, "best", "equal", same_terms=False)
         for other in ("eigendamage", f"eigendamage, rate {EIGENDAMAGE.rate:g}")
     ),
 )

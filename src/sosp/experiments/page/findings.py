@@ -65,7 +65,7 @@ def _opposed(claim: Claim, row: Row, other: Row) -> bool:
     if not isinstance(mine, Pruned) or not isinstance(theirs, Pruned):
         return True
     same = (mine.gate, mine.cycles) == (theirs.gate, theirs.cycles)
-    return same and ((mine.budget, mine.examples) == (theirs.budget, theirs.examples) or not claim.same_budget)
+    return same and ((mine.budget, mine.examples) == (theirs.budget, theirs.examples) or not claim.same_terms)
 
 
 def _where(row: Row) -> str:
