@@ -447,6 +447,18 @@ def test_moved_it_goes_on_as_it_was_and_says_what_was_done_where(whole: dict[str
     assert not any("parts" in record.facts for record in whole.values())
 
 
+def test_epochs_of_a_second_cycle_are_counted_on(tmp_path: Path) -> None:
+    twice = Experiment("twice", "", "", (replace(PAIR[1], cycles=2),))
+    here = setting(tmp_path)
+    with pytest.raises(
+        KeyboardInterrupt
+    ):  # after the epoch of the network and those of a cycle, 3, in the second one's
+        experiments.run(twice, here, at("epoch", 1 + 3 + 2, stop))
+    (found,) = experiments.run(twice, replace(here, origin={**here.origin, "commit": "def"}), Watch()).records.values()
+    assert found is not None
+    assert [(part["from"], part["commit"]) for part in found.facts["parts"]] == [(1, "abc"), (5, "def")]
+
+
 def test_two_processes_do_not_meet(tmp_path: Path) -> None:
     table = bench.Bench(setting(tmp_path))
     with table.locked(), pytest.raises(RunError, match="another process is working there"):
