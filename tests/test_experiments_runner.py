@@ -450,10 +450,9 @@ def test_moved_it_goes_on_as_it_was_and_says_what_was_done_where(whole: dict[str
 def test_epochs_of_a_second_cycle_are_counted_on(tmp_path: Path) -> None:
     twice = Experiment("twice", "", "", (replace(PAIR[1], cycles=2),))
     here = setting(tmp_path)
-    with pytest.raises(
-        KeyboardInterrupt
-    ):  # after the epoch of the network and those of a cycle, 3, in the second one's
-        experiments.run(twice, here, at("epoch", 1 + 3 + 2, stop))
+    seen = 1 + 3 + 2  # epochs: of the network, of the first cycle, of the second
+    with pytest.raises(KeyboardInterrupt):
+        experiments.run(twice, here, at("epoch", seen, stop))
     (found,) = experiments.run(twice, replace(here, origin={**here.origin, "commit": "def"}), Watch()).records.values()
     assert found is not None
     assert [(part["from"], part["commit"]) for part in found.facts["parts"]] == [(1, "abc"), (5, "def")]
