@@ -27,7 +27,7 @@ def correlations() -> Experiment:
         ),
         claims=(
             Claim(f"{TEXT} after fine-tuning", 930, *METHODS),
-            Claim(f"{TEXT} before fine-tuning, more so", 930, *METHODS, by="zeroed"),
-            Claim(f"{TEXT} of the network that is built, before fine-tuning", 930, *METHODS, by="cut"),
+            Claim(f"{TEXT} before fine-tuning", 930, *METHODS, by="zeroed"),
+            Claim(f"{TEXT} before fine-tuning", 930, *METHODS, by="cut"),
         ),
     )

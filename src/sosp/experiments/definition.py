@@ -9,6 +9,7 @@ from sosp.errors import ArgumentError, whole_number
 from sosp.experiments.cells import Cell, Pruned, Trained
 
 TINY = "-tiny"
+BASELINE = "baseline"  # what nothing was removed from
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,13 @@ class Published:
     macs: float | None = None
     params_cut: float | None = None  # percent removed
     macs_cut: float | None = None
-    seconds: float | None = None  # of the pruning step
+    macs_alternative: float | None = None  # left, by the count of App. D
+    seconds: float | None = None  # of the pruning step; without a deviation it took longer than that
     seconds_std: float | None = None
+    final: float | None = None  # where ``accuracy`` is the best one
+    final_std: float | None = None
+    final_line: int | None = None  # of its own
+    table: str = ""  # where it stands, if the paper has other numbers of the same
 
     @property
     def budget(self) -> tuple[str, float] | None:
@@ -43,15 +49,17 @@ class Published:
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper concludes: one method is better than another, or as good, on the same network."""
+    """What the paper concludes, in our words: one method is better than another, or as good, on the same network."""
 
     text: str
-    line: int
+    line: int | None  # None: the paper does not say it, and we want to know
     method: str  # labels of cells
-    other: str
+    other: str  # or BASELINE
     by: str = "final"  # the metric that decides
     relation: str = "better"  # or "equal"
     same_terms: bool = True  # budget and number of examples; else there is one cell for each method, on its own
+    places: tuple[str, ...] = ()  # the networks and datasets it is about; () are all
+    budget: tuple[str, float] | None = None  # of the method; None: any
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, product
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import Any, NamedTuple
 
 from sosp.experiments.cells import Pruned, Timed, Trained
-from sosp.experiments.definition import Experiment, Published
+from sosp.experiments.definition import BASELINE, Experiment, Published
 from sosp.experiments.page.findings import WORDS
 from sosp.experiments.page.rows import Row
 from sosp.experiments.page.words import examples
@@ -17,26 +20,57 @@ from sosp.models.source import package
 
 AXES = {"params": "parameters", "macs": "MACs"}
 SHARED = "{}; the paper's are its share of our whole network"  # where it prints what percentage is gone
-WIDE = 10  # times the least x is so far that the axis becomes logarithmic
-OURS = ("sosp-h", "sosp-i", "first-order", "random")
+ACCURACY, SECONDS = "accuracy in percent", "seconds"
+LOOKS = {  # marker, and the line between points
+    "weights": ("o", "-"),
+    "features": ("^", "--"),
+    "weights, other terms": ("P", "none"),
+    "features, other terms": ("X", "none"),
+    "expand": (">", "none"),
+    "widen": ("<", "none"),
+    "paper": ("s", "none"),
+    "paper, other table": ("D", "none"),
+}
+
+
+class Point(NamedTuple):
+    """What was reached at one size."""
+
+    x: float
+    y: float
+    std: float  # 0: there is none
+    runs: int  # 0: the paper's
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points of one method: x, y, and the deviation of y."""
+    """Points of one method on the same terms."""
 
     label: str
-    points: tuple[tuple[float, float, float], ...]
-    ours: bool
+    method: str  # has a colour
+    look: str  # of LOOKS
+    points: tuple[Point, ...]
+
+    @property
+    def ours(self) -> bool:
+        return not self.look.startswith("paper")
+
+    @property
+    def whole(self) -> bool:
+        """Was nothing removed?"""
+        return self.method.startswith(BASELINE)
+
+
+Panel = tuple[str, str, tuple[Line, ...]]  # what x is, what y is, the lines
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What is drawn: panels side by side."""
+    """What is drawn: panels, two side by side."""
 
     name: str  # of its file, without the ending
     title: str
-    panels: tuple[tuple[str, str, tuple[Line, ...]], ...]  # what x is, what y is, the lines
+    panels: tuple[Panel, ...]
 
     @property
     def digest(self) -> str:
@@ -45,7 +79,7 @@ class Figure:
 
 
 def figures(experiment: Experiment, rows: Sequence[Row], suffix: str = "") -> list[Figure]:
-    """A figure per network that has records."""
+    """A figure per network of which there is something to compare; ``suffix`` tells another length: ``-e20``."""
     pruned = [row for row in rows if isinstance(row.cell, Pruned) and row.done]
     places = dict.fromkeys(row.cell.place for row in pruned)
     whole = [row for row in rows if isinstance(row.cell, Trained) and row.cell.schedule.epochs and row.done]
@@ -53,68 +87,245 @@ def figures(experiment: Experiment, rows: Sequence[Row], suffix: str = "") -> li
         _curves(experiment, place, [r for r in (*pruned, *whole) if r.cell.place == place], suffix) for place in places
     ]
     timed = [row for row in rows if isinstance(row.cell, Timed) and row.done]
-    return found + ([_times(experiment, timed, suffix)] if timed else [])
+    found += [_times(experiment, timed, suffix)] if timed else []
+    return [figure for figure in found if _compares(figure)]
+
+
+def _compares(figure: Figure) -> bool:
+    """Two methods of ours, or one and the paper's."""
+    return len({(line.method, line.ours) for line in _all(figure.panels) if not line.whole}) > 1
+
+
+def _all(panels: Iterable[Panel]) -> list[Line]:
+    return [line for *_, lines in panels for line in lines]
+
+
+def _title(experiment: Experiment, what: str, suffix: str) -> str:
+    return f"{experiment.title} – {what}" + (f", {suffix.removeprefix('-e')} epochs" if suffix else "")
+
+
+# --- accuracies -----------------------------------------------------------------------------------------
 
 
 def _curves(experiment: Experiment, place: str, rows: list[Row], suffix: str) -> Figure:
     published = [p for p in experiment.published if f"{p.network}-{p.data}" == place]
-    panels = []
-    for axis, name in AXES.items():
-        whole = next((r.start[axis] for row in rows for r in row.done if axis in r.start), None)
-        shared = whole is not None and any(getattr(p, f"{axis}_cut") is not None for p in published)
-        theirs = _theirs(published, axis, experiment.beside, whole if shared else None)
-        lines = (*_mine(rows, axis, experiment.beside), *theirs)
-        panels.append((SHARED.format(name) if shared else name, "accuracy in percent", lines))
-    return Figure(f"{experiment.name}-{place}{suffix}", f"{place}, {WORDS[experiment.beside]}", tuple(panels))
+    panels = tuple(
+        _accuracies(up, axis, experiment.beside, some, published) for up, some in _by_gate(rows) for axis in AXES
+    )
+    title = _title(experiment, f"{place}, {WORDS[experiment.beside]}", suffix)
+    return Figure(f"{experiment.name}-{place}{suffix}", title, panels)
+
+
+def _by_gate(rows: list[Row]) -> list[tuple[str, list[Row]]]:
+    """What y is, and its rows: gates have panels of their own where each is measured at several budgets."""
+    budgets: dict[str, set[tuple[str, float]]] = {}
+    for row in rows:
+        if isinstance(row.cell, Pruned):
+            budgets.setdefault(row.cell.gate, set()).add(row.cell.budget)
+    if len(budgets) == 1 or min(map(len, budgets.values())) == 1:
+        return [(ACCURACY, rows)]
+    return [
+        (f"gate {gate}: {ACCURACY}", [r for r in rows if not isinstance(r.cell, Pruned) or r.cell.gate == gate])
+        for gate in budgets
+    ]
+
+
+def _accuracies(up: str, axis: str, beside: str, rows: list[Row], published: list[Published]) -> Panel:
+    whole = next((r.start[axis] for row in rows for r in row.done if axis in r.start), None)
+    shared = whole is not None and any(getattr(p, f"{axis}_cut") is not None for p in published)
+    lines = (*_mine(rows, axis, beside), *_theirs(published, axis, beside, whole if shared else None))
+    return SHARED.format(AXES[axis]) if shared else AXES[axis], up, lines
+
+
+Series = tuple[str, str, str]  # label, method, look
+
+
+def _lines(found: Mapping[Series, list[Point]]) -> tuple[Line, ...]:
+    return tuple(Line(*series, tuple(sorted(points))) for series, points in found.items())
 
 
 def _mine(rows: list[Row], axis: str, beside: str) -> tuple[Line, ...]:
-    groups: dict[str, list[tuple[float, float, float]]] = {}
+    found: dict[Series, list[Point]] = {}
     for row in rows:
         x, y = row.stat(axis), row.stat(beside if isinstance(row.cell, Pruned) else "accuracy")
         if x is not None and y is not None:
-            groups.setdefault(_label(row), []).append((x.mean, 100 * y.mean, 100 * y.std))
-    return tuple(Line(label, tuple(sorted(points)), True) for label, points in groups.items())
+            found.setdefault(_series(row), []).append(Point(x.mean, 100 * y.mean, 100 * y.std, y.count))
+    return _lines(found)
 
 
-def _label(row: Row) -> str:
+def _series(row: Row) -> Series:
     cell = row.cell
-    if not isinstance(cell, Pruned):
-        return cell.label
-    return f"{cell.label}{'' if cell.gate == 'weights' else f', {cell.gate}'}{examples(cell)}"
+    if isinstance(cell, Pruned):
+        gate = "" if cell.gate == "weights" else f", {cell.gate}"
+        other = examples(cell) or cell.other_rate
+        return f"{cell.label}{gate}{examples(cell)}", cell.published, f"{cell.gate}{', other terms' if other else ''}"
+    grown = cell.grown if isinstance(cell, Trained) else None
+    return cell.label, cell.label, grown.how if grown else "weights"
 
 
 def _theirs(published: list[Published], axis: str, beside: str, whole: float | None) -> tuple[Line, ...]:
     """``whole``: the x of our whole network, where the paper prints shares of its own."""
-    groups: dict[str, list[tuple[float, float, float]]] = {}
+    found: dict[Series, list[Point]] = {}
     for row in published:
         y, std = (row.before, row.before_std) if beside == "zeroed" else (row.accuracy, row.std)
         x = getattr(row, axis)
         if x is None and whole is not None:
             x = _left(row, axis, whole)
         if x is not None and y is not None:
-            groups.setdefault(row.method, []).append((x, y, std or 0.0))
-    return tuple(Line(f"{label} (paper)", tuple(sorted(points)), False) for label, points in groups.items())
+            where, look = (f"paper, {row.table}", "paper, other table") if row.table else ("paper", "paper")
+            found.setdefault((f"{row.method} ({where})", row.method, look), []).append(Point(x, y, std or 0.0, 0))
+    return _lines(found)
 
 
 def _left(row: Published, axis: str, whole: float) -> float | None:
     """Of our whole network, as much as the paper left of its own."""
-    cut = 0.0 if row.method == "baseline" else getattr(row, f"{axis}_cut")
+    cut = 0.0 if row.method == BASELINE else getattr(row, f"{axis}_cut")
     return None if cut is None else (1 - cut / 100) * whole
+
+
+# --- seconds --------------------------------------------------------------------------------------------
 
 
 def _times(experiment: Experiment, rows: list[Row], suffix: str) -> Figure:
     """Seconds of the network that is measured at most widths, over its number of structures."""
     networks = [row.cell.network for row in rows if isinstance(row.cell, Timed)]
     most = max(networks, key=networks.count)
-    groups: dict[str, list[tuple[float, float, float]]] = {}
+    found: dict[Series, list[Point]] = {}
     for row in rows:
         x, y = row.stat("structures"), row.stat("seconds")
         if isinstance(row.cell, Timed) and row.cell.network == most and x is not None and y is not None:
-            groups.setdefault(row.cell.label, []).append((x.mean, y.mean, y.std))
-    lines = tuple(Line(label, tuple(sorted(points)), True) for label, points in groups.items())
-    panel = (f"structures of {most}, wider and wider", "seconds", lines)
-    return Figure(f"{experiment.name}-width{suffix}", "the pruning step over width", (panel,))
+            found.setdefault(_series(row), []).append(Point(x.mean, y.mean, y.std, y.count))
+    title = _title(experiment, f"{most}, wider and wider", suffix)
+    return Figure(f"{experiment.name}-width{suffix}", title, (("structures", SECONDS, _lines(found)),))
+
+
+# --- how it is drawn ------------------------------------------------------------------------------------
+
+STYLE = {"svg.hashsalt": "sosp", "svg.fonttype": "none", "font.size": 9}
+OURS = ("sosp-h", "sosp-i", "first-order", "random")  # of one colour in all figures
+DARK = ("#4d4d4d", "#7a7a7a")  # of what is trained otherwise than the baseline
+GREY = 7  # of ten colours
+PALE = 0.55  # of white
+SMALL = 7  # type
+WIDE = 10  # times as much is too far for a linear axis
+STEP, HIGH = 0.018, 0.025  # of what the axes span: nearer markers hide one another
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the panels of a figure have in common."""
+
+    colours: Mapping[str, Any]
+    seconds: bool
+    far: bool  # whole networks are so large that they are lines across
+    floor: float  # what lies below it is told at the edge
+
+    def level(self, line: Line) -> bool:
+        return self.far and line.whole
+
+    def marks(self, line: Line) -> list[Point]:
+        return [] if self.level(line) else [p for p in line.points if p.y >= self.floor]
+
+    def log(self, lines: Sequence[Line]) -> bool:
+        sizes = [p.x for line in lines for p in self.marks(line)]
+        return not self.far and max(sizes) > WIDE * min(sizes) > 0
+
+    def look(self, line: Line) -> dict[str, Any]:
+        colour, (marker, style) = self.colours[line.method], LOOKS[line.look]
+        if self.level(line):
+            return {"color": colour, "linewidth": 1.2, "linestyle": "-" if line.ours else "--"}
+        face = {"markersize": 5} if line.ours else {"markersize": 6, "markerfacecolor": _pale(colour)}
+        return {"color": colour, "linewidth": 1.2, "marker": marker, "linestyle": style, **face}
+
+
+def _pale(colour: Any) -> tuple[float, ...]:
+    return tuple(PALE + (1 - PALE) * part for part in package("matplotlib.colors").to_rgb(colour))
+
+
+def _plan(figure: Figure) -> Plan:
+    lines = _all(figure.panels)
+    seconds = any(up == SECONDS for _, up, _ in figure.panels)
+    far = any(_far(some) for *_, some in figure.panels)
+    floor = -math.inf if seconds else _floor(p.y for line in lines for p in line.points)
+    return Plan(_colours(lines), seconds, far, floor)
+
+
+def _far(lines: Sequence[Line]) -> bool:
+    """Would the whole network press all others together?"""
+    whole = [p.x for line in lines if line.whole for p in line.points]
+    rest = [p.x for line in lines if not line.whole for p in line.points]
+    return bool(whole) and min(whole) > WIDE * max(rest)
+
+
+def _floor(ys: Iterable[float]) -> float:
+    """The lowest, without at most a tenth: those further below the others than these are apart."""
+    found = sorted(ys)
+    for k in range(len(found) // 10, 0, -1):
+        if found[k] - found[k - 1] > found[-1] - found[k]:
+            return found[k]
+    return found[0]
+
+
+def _colours(lines: Sequence[Line]) -> dict[str, Any]:
+    """One colour per method, ours and the paper's alike; black and dark ones for what nothing was removed from."""
+    shades = package("matplotlib").colormaps["tab20"].colors  # ten pairs, strong and light
+    colours = [shade for k, shade in enumerate((*shades[::2], *shades[1::2])) if k % 10 != GREY]
+    fixed = {**dict(zip(OURS, colours, strict=False)), BASELINE: "black"}
+    used = {line.method: line.whole for line in lines}
+    unused = [colour for name, colour in fixed.items() if name not in used and name != BASELINE]
+    dark, free = cycle(DARK), cycle((*colours[len(OURS) : 9], *unused, *colours[9:]))
+    return fixed | {name: next(dark if whole else free) for name, whole in used.items() if name not in fixed}
+
+
+Key = tuple[str, Point]  # the label of its line, and a point
+Mark = tuple[Key, float, float]  # where it is, in parts of what the axes span
+
+
+def _moved(lines: Sequence[Line], plan: Plan) -> dict[Key, float]:
+    """The x of points, ours or the paper's, that are set side by side because they would hide one another."""
+    shown = [(line, p) for line in lines for p in plan.marks(line)]
+    to, back = (math.log, math.exp) if plan.log(lines) else (float, float)
+    xs, ys = [to(p.x) for _, p in shown], [p.y for _, p in shown]
+    width, height = (max(xs) - min(xs)) or 1.0, (max(ys) - min(ys)) or 1.0
+    found: dict[Key, float] = {}
+    for ours in () if plan.seconds else (True, False):
+        marks = [((line.label, p), to(p.x) / width, p.y / height) for line, p in shown if line.ours is ours]
+        found |= {key: back(x * width) for key, x, _ in _apart(marks)}
+    return found
+
+
+def _apart(marks: Iterable[Mark]) -> list[Mark]:
+    """From left to right; those that touch keep their order and the middle, and those that then touch join them."""
+    groups: list[list[Mark]] = []
+    for mark in sorted(marks, key=lambda mark: mark[1]):
+        group = [mark]
+        while (near := next((some for some in groups if _touch(some, group)), None)) is not None:
+            groups.remove(near)
+            group = sorted(near + group, key=lambda mark: mark[1])
+        groups.append(group)
+    return [mark for group in groups if len(group) > 1 for mark in _spread(group)]
+
+
+def _touch(some: list[Mark], others: list[Mark]) -> bool:
+    pairs = product(_spread(some), _spread(others))
+    return any(abs(x - u) < 0.99 * STEP and abs(y - v) < HIGH for (_, x, y), (_, u, v) in pairs)
+
+
+def _spread(group: list[Mark]) -> list[Mark]:
+    left = mean(x for _, x, _ in group) - STEP * (len(group) - 1) / 2
+    return [(key, left + k * STEP, y) for k, (key, _, y) in enumerate(group)]
+
+
+def _caption(figure: Figure, plan: Plan) -> str:
+    """How it is to be read."""
+    points = [p for line in _all(figure.panels) for p in plan.marks(line)]
+    words = {
+        "hollow: a single run": any(p.runs == 1 for p in points),
+        "pale: the paper's": any(p.runs == 0 for p in points),
+        "bars: standard deviations": any(p.std for p in points),
+        "what would hide one another stands side by side": any(_moved(lines, plan) for *_, lines in figure.panels),
+    }
+    return "; ".join(said for said, holds in words.items() if holds)
 
 
 # --- drawing --------------------------------------------------------------------------------------------
@@ -122,50 +333,112 @@ def _times(experiment: Experiment, rows: list[Row], suffix: str) -> Figure:
 
 def draw(figure: Figure, folder: Path) -> Path:
     """As SVG, the same bytes from the same records with one version of matplotlib."""
-    style = {"svg.hashsalt": "sosp", "svg.fonttype": "none", "font.size": 9}
-    with package("matplotlib").rc_context(style):
-        width = 5.2 * len(figure.panels)
-        canvas = package("matplotlib.figure").Figure(figsize=(width, 4.0), layout="constrained")
-        canvas.suptitle(figure.title)
-        for k, (across, up, lines) in enumerate(figure.panels):
-            axes = canvas.add_subplot(1, len(figure.panels), k + 1)
-            _panel(axes, lines, seconds=up == "seconds", last=k + 1 == len(figure.panels))
-            axes.set_xlabel(across)
-            axes.set_ylabel(up)
-        path = folder / f"{figure.name}.svg"
-        canvas.savefig(path, metadata={"Date": None, "Description": figure.digest})
+    path = folder / f"{figure.name}.svg"
+    with package("matplotlib").rc_context(STYLE):
+        canvas(figure).savefig(path, metadata={"Date": None, "Description": figure.digest})
     return path
 
 
-def _panel(axes: Any, lines: Sequence[Line], *, seconds: bool, last: bool) -> None:
-    """The legend of all panels stands beside the last one."""
-    colours = _colours(lines)
-    for line in lines:
-        x, y, spread = zip(*line.points, strict=True)
-        look: Mapping[str, Any] = {"fmt": "o-"} if line.ours else {"fmt": "s", "mfc": "none", "alpha": 0.7}
-        colour = colours[line.label.removesuffix(" (paper)")]
-        axes.errorbar(x, y, spread, label=line.label, color=colour, capsize=2, markersize=4, **look)
-    if seconds:
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xticks(sorted({x for line in lines for x, _, _ in line.points}))
-        axes.xaxis.set_minor_locator(package("matplotlib.ticker").NullLocator())
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.yaxis.set_major_formatter("{x:g}")
-    else:
-        across = [x for line in lines for x, _, _ in line.points]
-        if max(across) > WIDE * min(across) > 0:
-            axes.set_xscale("log")
-            axes.xaxis.set_minor_formatter(package("matplotlib.ticker").NullFormatter())
-        axes.xaxis.set_major_formatter(package("matplotlib.ticker").EngFormatter())
+def canvas(figure: Figure) -> Any:
+    """As matplotlib has it: one scale of y, a legend beside each row of panels."""
+    across = min(len(figure.panels), 2)
+    down = len(figure.panels) // across
+    made = package("matplotlib.figure").Figure(figsize=(5.2 * across, 0.7 + 3.6 * down), layout="constrained")
+    plan = _plan(figure)
+    made.suptitle(figure.title)
+    made.supxlabel(_caption(figure, plan), fontsize=SMALL)
+    grid = made.subplots(down, across, squeeze=False, sharex="col", sharey=True)
+    for k, (axes, panel) in enumerate(zip(grid.flat, figure.panels, strict=True)):
+        _panel(axes, panel, plan)
+        if k % across == across - 1:
+            _legend(axes, _all(figure.panels[k + 1 - across : k + 1]), plan)
+    return made
+
+
+def _panel(axes: Any, panel: Panel, plan: Plan) -> None:
+    across, up, lines = panel
+    axes.set(xlabel=across, ylabel=up)
+    axes.label_outer()
     axes.grid(alpha=0.3)
-    if last:
-        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    places, sizes = _moved(lines, plan), [p.x for line in lines for p in plan.marks(line)]
+    for line in sorted(lines, key=lambda line: line.ours):  # ours in front
+        if plan.level(line):
+            _levels(axes, line, plan)
+        else:
+            _points(axes, line, plan, places)
+            _below(axes, line, plan, sizes)
+    if plan.seconds:
+        _doubling(axes, sizes)
+    else:
+        _engineering(axes, log=plan.log(lines))
 
 
-def _colours(lines: Sequence[Line]) -> dict[str, Any]:
-    """One colour per method, ours and the paper's alike; black for what nothing was removed from."""
-    names = list(dict.fromkeys([*OURS, *(line.label.removesuffix(" (paper)") for line in lines)]))
-    dark_and_light = package("matplotlib").colormaps["tab20"].colors
-    colours = [*dark_and_light[::2], *dark_and_light[1::2]]
-    return {name: "black" if name == "baseline" else colours[k % 20] for k, name in enumerate(names)}
+def _points(axes: Any, line: Line, plan: Plan, places: Mapping[Key, float]) -> None:
+    shown, look = plan.marks(line), plan.look(line)
+    across = [places.get((line.label, p), p.x) for p in shown]
+    axes.plot(across, [p.y for p in shown], **look | {"marker": "none"})
+    for x, p in zip(across, shown, strict=True):
+        axes.plot(x, p.y, **look | _face([p]))
+        if p.std:
+            axes.errorbar(x, p.y, p.std, fmt="none", ecolor=look["color"], capsize=2, zorder=1.9)
+
+
+def _face(points: Sequence[Point]) -> dict[str, str]:
+    return {"markerfacecolor": "white"} if all(p.runs == 1 for p in points) else {}
+
+
+def _levels(axes: Any, line: Line, plan: Plan) -> None:
+    side, at = ("right", 0.98) if line.ours else ("left", 0.02)
+    place = {"xycoords": ("axes fraction", "data"), "xytext": (0, 3), "textcoords": "offset points", "ha": side}
+    behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
+    for p in line.points:
+        axes.axhline(p.y, **plan.look(line))
+        axes.annotate(f"{line.label}, {_short(p.x)}: {p.y:.2f}", (at, p.y), fontsize=SMALL, bbox=behind, **place)
+
+
+def _below(axes: Any, line: Line, plan: Plan, sizes: Sequence[float]) -> None:
+    """An arrow at the lower edge, and in words what the axis does not reach."""
+    place = {"xycoords": ("data", "axes fraction"), "xytext": (-2, 3), "textcoords": "offset points"}
+    for p in line.points:
+        if p.y < plan.floor:
+            x = min(max(p.x, min(sizes)), max(sizes))
+            words = f"↓ {line.label}{'' if x == p.x else f', {_short(p.x)}'}: {p.y:.2f}"
+            axes.annotate(words, (x, 0), fontsize=SMALL, color=plan.colours[line.method], **place)
+            axes.margins(y=0.1)
+
+
+def _short(x: float) -> str:
+    return str(package("matplotlib.ticker").EngFormatter(places=1)(x))
+
+
+def _engineering(axes: Any, *, log: bool) -> None:
+    ticker = package("matplotlib.ticker")
+    if log:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    else:
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(ticker.EngFormatter())
+
+
+def _doubling(axes: Any, sizes: Iterable[float]) -> None:
+    ticker = package("matplotlib.ticker")
+    axes.set(xscale="log", yscale="log")
+    axes.set_xticks(sorted(set(sizes)))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.yaxis.set_major_formatter("{x:g}")
+
+
+def _legend(axes: Any, lines: Iterable[Line], plan: Plan) -> None:
+    """Everything that is drawn, once, as it is drawn."""
+    handles = []
+    for line in {line.label: line for line in lines if plan.level(line) or plan.marks(line)}.values():
+        look = plan.look(line)
+        if not plan.level(line):
+            look |= _face(line.points) | ({"linestyle": "none"} if len(plan.marks(line)) == 1 else {})
+        handles.append(package("matplotlib.lines").Line2D([], [], label=line.label, **look))
+    axes.legend(handles=handles, fontsize=SMALL, loc="upper left", bbox_to_anchor=(1.01, 1.0))

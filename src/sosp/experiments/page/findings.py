@@ -5,18 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
+from statistics import mean
 
 from sosp.experiments.cells import Pruned, Trained
-from sosp.experiments.definition import Claim, Experiment, data_of
+from sosp.experiments.definition import BASELINE, Claim, Experiment, data_of
 from sosp.experiments.page.rows import Row, Stat
-from sosp.experiments.page.words import asked, examples, percent, printed, time
+from sosp.experiments.page.words import NONE, asked, examples, gate, percent, printed, size, time
 
 TOLERANCE = 0.3  # percentage points by which a single run may differ from a number of the paper
 FAR = f"more than both deviations together and more than {TOLERANCE} points"
 LESS = ("seconds",)  # metrics of which less is better
+RUNS = 3  # seeds that both sides have: with fewer nothing is decided
+BEYOND = 2  # standard deviations: with three seeds chance gives a mean difference beyond them once in 27 times
+MARGIN = 0.5  # percentage points by which two methods that are on par may differ
 PLAIN = 10  # times as long: needs no repetition
 CLASSES = {"digits": 10, "cifar10": 10, "cifar100": 100, "imagenet": 1000}
 LUCK = 2  # times what guessing gives: below it two accuracies say nothing about each other
+GOOD, OPEN, LOST = "confirmed", "undecided", "near guessing"
+NOISE, AGAINST, APART = "within the noise", "contradicted", "different"
+VERDICTS = (GOOD, NOISE, AGAINST, APART, LOST, OPEN)
 WORDS = {
     "final": "the final accuracy",
     "best": "the best accuracy",
@@ -25,6 +33,16 @@ WORDS = {
     "recalibrated": "the accuracy with batch norm statistics taken anew, before fine-tuning",
     "seconds": "seconds",
 }
+RULE = (
+    "Two methods are compared seed by seed, which gives both the same examples and the same order of training. A claim "
+    f"that one is better is confirmed where the mean of the differences is larger than {BEYOND} of their standard "
+    "deviations, contradicted where it is so the other way round, and within the noise else. Two methods are on par "
+    f"where mean and deviation of the differences are both at most {MARGIN} points, different where the mean is larger "
+    f"than that and than {BEYOND} deviations. With fewer than {RUNS} seeds on both sides nothing is decided. "
+    f"Where even the better of the two is below {LUCK} times the accuracy of guessing, nothing is read into the "
+    f"difference. Times are compared by their means, with {BEYOND} times the larger of their deviations; a single "
+    f"measurement decides if it is more than {PLAIN}-fold."
+)
 
 
 @dataclass(frozen=True)
@@ -36,61 +54,128 @@ class Finding:
     verdict: str
     mine: Stat
     other: Stat
+    differences: tuple[float, ...] = ()  # in points, seed by seed
+    more: tuple[str, ...] = ()  # sizes, the paper's own numbers
 
     def __str__(self) -> str:
         show = time if self.claim.by in LESS else percent
         found = f"{self.claim.method} {show(self.mine)}, {self.claim.other} {show(self.other)}"
-        return f"{self.where}: {found}: {self.verdict}"
+        seeds = ", ".join(f"{points:+.2f}" for points in self.differences)
+        notes = [*([f"by seed {seeds}"] if seeds else []), *self.more]
+        more = f" ({'; '.join(notes)})" if notes else ""
+        return f"{self.where}: {found}{more}: {self.verdict}"
 
 
 def findings(experiment: Experiment, rows: Sequence[Row]) -> Iterator[Finding]:
     """Every claim wherever both of its sides are measured."""
     for claim in experiment.claims:
-        for row in rows:
-            for other in rows:
-                if _opposed(claim, row, other):
-                    mine, theirs = row.stat(claim.by), other.stat(claim.by)
-                    if mine is not None and theirs is not None:
-                        guessed = 1 / CLASSES.get(data_of(row.cell), math.inf)
-                        yield Finding(claim, _where(row), verdict(claim, mine, theirs, guessed), mine, theirs)
+        if claim.other == BASELINE:
+            found = [_kept(claim, row) for row in rows if _is_about(claim, row)]
+        else:
+            pairs = [(row, other) for row, other in product(rows, rows) if _opposed(claim, row, other)]
+            found = [_compared(claim, *pair, experiment.beside) for pair in pairs]
+        yield from (finding for finding in found if finding is not None)
+
+
+def _is_about(claim: Claim, row: Row) -> bool:
+    """Is it the row of the method that a claim is made for?"""
+    cell = row.cell
+    if isinstance(cell, Trained) or cell.label != claim.method or (claim.places and cell.place not in claim.places):
+        return False
+    return claim.budget is None or (isinstance(cell, Pruned) and cell.budget == claim.budget)
 
 
 def _opposed(claim: Claim, row: Row, other: Row) -> bool:
     """The two sides of a claim on one network, that differ in nothing else."""
     mine, theirs = row.cell, other.cell
-    if isinstance(mine, Trained) or type(mine) is not type(theirs):
+    if not _is_about(claim, row) or isinstance(theirs, Trained) or type(mine) is not type(theirs):
         return False
-    if (mine.label, theirs.label) != (claim.method, claim.other) or mine.place != theirs.place:
+    if theirs.label != claim.other or mine.place != theirs.place:
         return False
     if not isinstance(mine, Pruned) or not isinstance(theirs, Pruned):
         return True
-    same = (mine.gate, mine.cycles) == (theirs.gate, theirs.cycles)
-    return same and ((mine.budget, mine.examples) == (theirs.budget, theirs.examples) or not claim.same_terms)
+    same = (mine.budget, mine.examples) == (theirs.budget, theirs.examples)
+    return mine.gate == theirs.gate and (same or not claim.same_terms)
+
+
+def _compared(claim: Claim, row: Row, other: Row, beside: str) -> Finding | None:
+    mine, theirs = row.stat(claim.by), other.stat(claim.by)
+    if mine is None or theirs is None:
+        return None
+    if claim.by in LESS:
+        return Finding(claim, _where(row), quicker(mine, theirs), mine, theirs)
+    first, second = row.by_seed(claim.by), other.by_seed(claim.by)
+    pairs = [(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys())]
+    sizes = [size(stat.mean) for side in (row, other) if (stat := side.stat("params")) is not None]
+    more = [f"{' and '.join(sizes)} parameters"] if len(sizes) == 2 else []
+    more += _theirs(claim, row, other, beside)
+    found = verdict(claim, pairs, _guessed(row))
+    return Finding(claim, _where(row), found, mine, theirs, _differences(pairs), tuple(more))
+
+
+def _kept(claim: Claim, row: Row) -> Finding | None:
+    """Beside the network that was pruned."""
+    pairs = [(record.metrics[claim.by], record.start["accuracy"]) for record in row.done if claim.by in record.metrics]
+    mine, whole = Stat.of(a for a, _ in pairs), Stat.of(b for _, b in pairs)
+    if mine is None or whole is None:
+        return None
+    found = verdict(claim, pairs, _guessed(row))
+    return Finding(claim, _where(row), found, mine, whole, _differences(pairs))
+
+
+def _differences(pairs: Sequence[tuple[float, float]]) -> tuple[float, ...]:
+    return tuple(100 * (mine - other) for mine, other in pairs)
+
+
+def _theirs(claim: Claim, row: Row, other: Row, beside: str) -> list[str]:
+    """What the paper has for both sides, by the same accuracy."""
+    paper = (row.beside, other.beside)
+    if claim.by == "zeroed":
+        shown = [printed(p.before, p.before_std) for p in paper if p is not None and p.before is not None]
+    else:
+        same = claim.by == beside
+        shown = [printed(p.accuracy, p.std) for p in paper if same and p is not None and p.accuracy is not None]
+    return [f"the paper has {' and '.join(shown)}"] if len(shown) == 2 else []
+
+
+def _guessed(row: Row) -> float:
+    """The accuracy of guessing."""
+    return 1 / CLASSES.get(data_of(row.cell), math.inf)
 
 
 def _where(row: Row) -> str:
     if not isinstance(row.cell, Pruned):
         return row.cell.place
-    return f"{row.cell.place}, {asked(row.cell)}, gate {row.cell.gate}{examples(row.cell)}"
+    gated = "" if gate(row.cell) == NONE else f", gate {gate(row.cell)}"
+    return f"{row.cell.place}, {asked(row.cell)}{gated}{examples(row.cell)}"
 
 
-def verdict(claim: Claim, mine: Stat, other: Stat, guessed: float) -> str:
-    """By the larger of the two deviations; a single run on a side decides nothing but times of another order.
-
-    ``guessed``: the accuracy of guessing.
-    """
-    large, small = max(mine.mean, other.mean), min(mine.mean, other.mean)
-    if min(mine.count, other.count) < 2 and not (claim.by in LESS and large > PLAIN * small):
-        return "undecided"
-    if claim.by not in LESS and large < LUCK * guessed:
-        return "near chance"
-    ahead = (other.mean - mine.mean) if claim.by in LESS else (mine.mean - other.mean)
-    noise = max(mine.std, other.std)
+def verdict(claim: Claim, pairs: Sequence[tuple[float, float]], guessed: float) -> str:
+    """Of two accuracies seed by seed; ``guessed`` is that of guessing."""
+    if len(pairs) < RUNS:
+        return OPEN
+    if max(mean(side) for side in zip(*pairs, strict=True)) < LUCK * guessed:
+        return LOST
+    ahead = Stat.of(_differences(pairs))
+    assert ahead is not None
+    clear = abs(ahead.mean) > BEYOND * ahead.std
     if claim.relation == "equal":
-        return "confirmed" if abs(ahead) <= noise else "different"
-    if abs(ahead) <= noise:
-        return "within the noise"
-    return "confirmed" if ahead > 0 else "contradicted"
+        if abs(ahead.mean) <= MARGIN:
+            return GOOD if ahead.std <= MARGIN else NOISE
+        return APART if clear else NOISE
+    if not clear:
+        return NOISE
+    return GOOD if ahead.mean > 0 else AGAINST
+
+
+def quicker(mine: Stat, other: Stat) -> str:
+    """Is the first one?"""
+    large, small = max(mine.mean, other.mean), min(mine.mean, other.mean)
+    if min(mine.count, other.count) < 2 and large <= PLAIN * small:
+        return OPEN
+    if large - small <= BEYOND * max(mine.std, other.std):
+        return NOISE
+    return GOOD if mine.mean < other.mean else AGAINST
 
 
 # --- numbers --------------------------------------------------------------------------------------------
@@ -107,9 +192,10 @@ def departures(rows: Sequence[Row], beside: str) -> Iterator[str]:
             ours = row.stat(name)
             if ours is not None and value is not None and _apart(ours, value, std):
                 words = "before fine-tuning (θ∖M)" if name == "zeroed" else name
+                once = " with a single run" if ours.count == 1 else ""
                 yield (
-                    f"{_where(row)}, {row.cell.label}, {words}: {percent(ours)}, the paper has {printed(value, std)} "
-                    f"(line {paper.line})"
+                    f"{_where(row)}, {row.cell.label}, {words}: {percent(ours)}{once}, the paper has "
+                    f"{printed(value, std)} (line {paper.line})"
                 )
 
 

@@ -48,8 +48,13 @@ class Row:
             return Stat.of(repeats)
         return Stat.of(record.metrics[name] for record in self.done if name in record.metrics)
 
+    def by_seed(self, name: str) -> dict[int, float]:
+        return {record.cell["seed"]: record.metrics[name] for record in self.done if name in record.metrics}
+
     def lost(self, name: str) -> Stat | None:
-        """By how much an accuracy is below that of the network that was pruned."""
+        """By how much an accuracy is below the one that the network that was pruned ended with, if it was trained."""
+        if not isinstance(self.cell, Pruned) or not self.cell.start.schedule.epochs:
+            return None
         pairs = [
             (r.start["accuracy"], r.metrics[name]) for r in self.done if "accuracy" in r.start and name in r.metrics
         ]

@@ -7,35 +7,54 @@ from collections.abc import Callable, Mapping, Sequence
 from sosp.experiments.cells import Pruned, Timed, Trained
 from sosp.experiments.definition import Published
 from sosp.experiments.page.rows import Row
-from sosp.experiments.page.words import NONE, asked, percent, printed, seeds, size, table, time
+from sosp.experiments.page.words import (
+    NONE,
+    asked,
+    gate,
+    percent,
+    printed,
+    scored_with,
+    seeds,
+    size,
+    stated,
+    table,
+    time,
+)
 
 LEGEND = (
-    "Accuracies on the test data in percent. Before fine-tuning: in θ∖M the weights of the removed structures are zero "
-    "and batch norms stay (the paper's definition); *cut* is the network that is built, in which the shift of their "
+    "Accuracies on the test data in percent; [how to read it](index.md#how-to-read-it) explains methods and gates. "
+    "Before fine-tuning: in θ∖M the weights of the removed structures are zero and batch norms stay (the paper's "
+    "definition); *cut* is the network that is built, in which the shift of their "
     "batch norms is gone as well; *renewed* is the same with batch norm statistics taken anew. {tuned}Parameters and "
     "MACs are those of the module that is built; the alternative count is that of App. D. Lines are those of the "
     "paper's source."
 )
 TUNED = (
     "Fine-tuned: after its first epoch, the *final* one, and the *best*. The paper's accuracy stands beside our "
-    "{beside} one. *Lost* are points: what the network that was pruned had more, by the same accuracy; the "
+    "{beside} one. *Lost* are points: what the network that was pruned ended with, less our {beside} accuracy; the "
     "paper's are worked out from its accuracies as well. "
 )
 
 
-def tables(rows: Sequence[Row], published: Sequence[Published], beside: str) -> list[str]:
+def tables(rows: Sequence[Row], published: Sequence[Published], beside: str, *, legend: bool = True) -> list[str]:
     """The networks, then a part for each of them, times, and the rest of the paper's rows."""
     used = {row.beside.line for row in rows if row.beside is not None}
     pruned = [row for row in rows if isinstance(row.cell, Pruned)]
     parts = [_part("Networks", NETWORKS, [row for row in rows if isinstance(row.cell, Trained)], 3)]
     tuned = "" if beside == "zeroed" else TUNED.format(beside=beside)
-    parts += [[LEGEND.format(tuned=tuned)]] if pruned else []
+    parts += [[LEGEND.format(tuned=tuned)]] if pruned and legend else []
     for place in dict.fromkeys(row.cell.place for row in pruned):
         mine = sorted((row for row in pruned if row.cell.place == place), key=_budget)
-        parts += [_part(f"{place}: accuracy", _accuracy(beside), mine, 3), _part(f"{place}: size", SIZE, mine, 3)]
+        parts.append(_part(f"{place}: accuracy", _accuracy(beside), mine, 3))
+        sized = [row for row in mine if row.done or (row.beside is not None and _has_size(row.beside))]
+        parts.append(_part(f"{place}: size", SIZE, mine if sized else (), 3))
     parts.append(_part("Seconds of the pruning step", TIMES, [row for row in rows if isinstance(row.cell, Timed)], 3))
     parts.append(_rest([row for row in published if row.line not in used and row.accuracy is not None]))
     return [line for part in parts if part for line in (*part, "")]
+
+
+def _has_size(row: Published) -> bool:
+    return any(value is not None for value in (row.params, row.macs, row.params_cut, row.macs_cut))
 
 
 def _budget(row: Row) -> tuple[str, float]:
@@ -91,8 +110,8 @@ def _source(row: Row) -> str:
     return "untrained" if untrained and found == "trained" else found
 
 
-def _gate(row: Row) -> str:
-    return row.cell.gate if isinstance(row.cell, Pruned) else NONE
+def _cap(row: Row) -> str:
+    return f"{row.cell.cap:g}" if isinstance(row.cell, Pruned) and row.cell.cap is not None else NONE
 
 
 def _network(row: Row) -> str:
@@ -107,13 +126,22 @@ def _network(row: Row) -> str:
 SHOWN: Mapping[str, Callable[[Published], str]] = {
     "accuracy": lambda row: printed(row.accuracy, row.std),
     "before": lambda row: printed(row.before, row.before_std),
-    "parameters": lambda row: size(row.params),
+    "final": lambda row: printed(row.final, row.final_std),
+    "parameters": lambda row: stated(row.params),
     "parameters removed": lambda row: NONE if row.params_cut is None else f"{row.params_cut:.2f} %",
-    "MACs": lambda row: size(row.macs),
+    "MACs": lambda row: stated(row.macs),
     "MACs removed": lambda row: NONE if row.macs_cut is None else f"{row.macs_cut:.2f} %",
-    "seconds": lambda row: NONE if row.seconds is None else f"{row.seconds:.0f} s ± {row.seconds_std:.0f}",
-    "line": lambda row: str(row.line),
+    "alternative MACs": lambda row: stated(row.macs_alternative),
+    "seconds": lambda row: _seconds(row.seconds, row.seconds_std),
+    "line": lambda row: ", ".join(str(line) for line in (row.line, row.final_line) if line is not None),
 }
+
+
+def _seconds(value: float | None, std: float | None) -> str:
+    """Without a deviation it took longer than that."""
+    if value is None:
+        return NONE
+    return f"> {value:.0f} s" if std is None else f"{value:.0f} s ± {std:.0f}"
 
 
 def _paper(name: str) -> Callable[[Row], str]:
@@ -138,8 +166,9 @@ def _rest(rows: Sequence[Published]) -> list[str]:
 
 NAMED: Columns = {
     "method": lambda row: row.cell.label,
-    "gate": _gate,
+    "gate": lambda row: gate(row.cell),
     "asked for": lambda row: asked(row.cell),
+    "examples": lambda row: scored_with(row.cell),
 }
 NETWORKS: Columns = {
     "network": _network,
@@ -153,7 +182,6 @@ NETWORKS: Columns = {
 }
 ACCURACY: Columns = {
     **NAMED,
-    "examples": lambda row: str(row.cell.examples) if isinstance(row.cell, Pruned) else NONE,
     "seeds": seeds,
     "θ∖M": _share("zeroed"),
     "paper: before": _paper("before"),
@@ -162,10 +190,12 @@ ACCURACY: Columns = {
     "epoch 1": _share("first"),
     "final": _share("final"),
     "best": _share("best"),
+    "paper: final": _paper("final"),
     "paper: accuracy": _paper("accuracy"),
 }
 SIZE: Columns = {
     **NAMED,
+    "cap": _cap,
     "parameters": _size("params"),
     "paper: parameters": _paper("parameters"),
     "removed": _gone("params"),
@@ -175,6 +205,7 @@ SIZE: Columns = {
     "MACs removed": _gone("macs"),
     "paper: MACs removed": _paper("MACs removed"),
     "alternative MACs": _size("macs_alternative"),
+    "paper: alternative MACs": _paper("alternative MACs"),
 }
 TIMES: Columns = {
     "network": _network,

@@ -8,6 +8,8 @@ from sosp.experiments.cells import Cell, Pruned
 from sosp.experiments.page.rows import Row, Stat
 
 NONE = "–"
+GATELESS = ("random", "slimming", "eigendamage", "amc")  # methods that scale nothing by a gate
+BLIND = ("random", "slimming")  # methods that need no data
 
 
 def percent(stat: Stat | None) -> str:
@@ -38,6 +40,14 @@ def size(number: float | None) -> str:
     return f"{number / 1e3:.0f} k" if number >= 1e4 else f"{number:.0f}"
 
 
+def stated(number: float | None) -> str:
+    """A size of the paper, with no more digits than it prints: ``338 k``, ``55 M``, ``1.82 G``."""
+    if number is None:
+        return NONE
+    unit, name = next((pair for pair in ((1e9, " G"), (1e6, " M"), (1e3, " k")) if number >= pair[0]), (1.0, ""))
+    return f"{number / unit:.3g}{name}"
+
+
 def time(stat: Stat | None) -> str:
     """Three digits: they span four orders of magnitude."""
     if stat is None:
@@ -54,6 +64,16 @@ def asked(cell: Cell) -> str:
         return f"{value:g} removed"
     word = {"params": "parameters", "macs": "MACs"}[what]
     return f"{100 * value:.2f} % of {word} left" if value <= 1 else f"{size(value)} {word} left"
+
+
+def gate(cell: Cell) -> str:
+    """What a method scales, if it does."""
+    return cell.gate if isinstance(cell, Pruned) and cell.method not in GATELESS else NONE
+
+
+def scored_with(cell: Cell) -> str:
+    """How many examples; some methods look at none."""
+    return str(cell.examples) if isinstance(cell, Pruned) and cell.method not in BLIND else NONE
 
 
 def examples(cell: Pruned) -> str:

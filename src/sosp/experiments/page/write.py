@@ -9,9 +9,20 @@ from pathlib import Path
 
 from sosp.errors import RunError
 from sosp.experiments.definition import Experiment
-from sosp.experiments.page.compose import RULE, claims, is_refuted, page
+from sosp.experiments.page.compose import claims, is_refuted, page
 from sosp.experiments.page.figures import Figure, draw
-from sosp.experiments.page.findings import FAR, departures, findings
+from sosp.experiments.page.findings import (
+    FAR,
+    GOOD,
+    LOST,
+    OPEN,
+    RULE,
+    VERDICTS,
+    WORDS,
+    Finding,
+    departures,
+    findings,
+)
 from sosp.experiments.page.rows import orphans, rows, shortened
 from sosp.experiments.page.words import table
 from sosp.experiments.runner import state
@@ -23,6 +34,24 @@ ABOUT = (
     "`sosp reproduce --page docs/results`: our numbers come from records, the paper's from its source, whose line is "
     "given. Accuracies are means and standard deviations over seeds."
 )
+
+READ = """## How to read it
+
+- **Methods** are called as in [the list of methods](../methods.md): `obd-diagonal` is C-OBD, `slimming` is NN
+  Slimming, `slimming-l1` the same on a network trained for it, `sosp-h*` is scaled by kernel size. *shuffled*: as many
+  structures of every layer, but others; *init*: pruned before any training; *twice*: trained in two cycles; *expand*,
+  *widen*: of a network made wider where it is too narrow, or everywhere; *rate*: fine-tuned at that rate, where the
+  network was trained at another.
+- **Gate**: what is scaled to ask what a removal does. `weights` are those that lead into a structure, as in the paper;
+  `features` is what comes out of it, behind its batch norm ([gates](../ideas/gates.md)).
+- **Asked for** is what was to be removed, as a share of all structures, or to be left; **examples** is how many
+  training images a method scored with; **cap** is the largest share that one layer may lose.
+- **Random** is pruning at random; **guessing** is what a network does that knows nothing.
+- **A seed** draws the examples and the order of the fine-tuning; all seeds of a row begin with the same network unless
+  the page says otherwise. Scores on a GPU and on a CPU differ in their last digits, and with them a few of the
+  structures that are chosen: cells of the same name on two pages may have been measured on different devices.
+- **Lines** are those of the source of the paper (arXiv 2110.11395).
+""".splitlines()
 
 
 @dataclass(frozen=True)
@@ -56,30 +85,55 @@ def index(experiments: Sequence[Experiment], results: Path) -> str:
         figures = (len(experiment.cells), *counts, found.missing)
         lines.append([link, experiment.title, *map(str, figures), short or "–"])
     heads = ("experiment", "", "cells", "done", "refused", "failed", "missing", "shortened, done")
-    text = ["# Results", "", ABOUT, "", *table(heads, lines, left=2), "", *_refuted(experiments, results)]
+    text = ["# Results", "", ABOUT, "", *table(heads, lines, left=2), "", *_said(experiments, results), *READ]
     return "\n".join(text).rstrip() + "\n"
 
 
-def _refuted(experiments: Sequence[Experiment], results: Path) -> list[str]:
-    """What could not be confirmed and which accuracies differ, all in one place; and whether anything is decided."""
-    lines, apart, decided = ["## What we could not confirm", ""], [], 0
+def _said(experiments: Sequence[Experiment], results: Path) -> list[str]:
+    """How often every claim holds, where it does and where not, and which accuracies differ: all in one place."""
+    counted: list[list[str]] = []
+    apart: list[str] = []
+    good: list[str] = []
+    against: list[str] = []
     for experiment in experiments:
         found = rows(experiment, results)
-        said = [f for f in findings(experiment, found) if f.verdict != "undecided"]
-        decided += len(said)
-        link = f"[{experiment.name}]({experiment.name}.md)"
-        if against := [finding for finding in said if is_refuted(finding)]:
-            lines += [f"### {link}", "", *claims(against)]
+        said, link = list(findings(experiment, found)), f"[{experiment.name}]({experiment.name}.md)"
+        counted += _counted(link, said)
+        for lines, chosen in ((good, lambda f: f.verdict == GOOD), (against, is_refuted)):
+            part = [finding for finding in said if chosen(finding)]
+            lines += [f"### {link}", "", *claims(part)] if part else []
         if count := len(list(departures(found, experiment.beside))):
             apart.append(f"- {link}: {count}")
-    if not decided:
-        lines += ["Nothing is measured with more than one seed yet, so that no claim is decided.", ""]
-    elif len(lines) > 2:
-        lines += [RULE, ""]
-    else:
-        lines += ["Of the claims that are decided, all are confirmed.", ""]
+    if not any(cell != "–" for line in counted for head, cell in zip(HEADS, line, strict=True) if head in DECIDED):
+        against = against or ["Nothing is measured with enough seeds yet, so that no claim is decided.", ""]
+    lines = ["## What the paper claims", "", *table(HEADS, counted, left=4), "", RULE, ""] if counted else []
+    lines += ["## What we could confirm", "", *good] if good else []
+    lines += ["## What we could not confirm", "", *(against or ["Of the claims that are decided, all hold.", ""])]
     words = f"On their pages, by {FAR}:"
     return [*lines, *(["## Accuracies that differ from the paper's", "", words, "", *apart, ""] if apart else [])]
+
+
+HEADS = ("claim", "methods", "by", "experiment", *VERDICTS, "seeds in favour")
+DECIDED = [verdict for verdict in VERDICTS if verdict != OPEN]
+
+
+def _counted(link: str, said: Sequence[Finding]) -> list[list[str]]:
+    """A line for every claim of an experiment on two methods: how many comparisons have which verdict."""
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in said:
+        claim = finding.claim
+        text = claim.text if claim.line is None else f"{claim.text} (line {claim.line})"
+        groups.setdefault((text, f"{claim.method}; {claim.other}", WORDS[claim.by]), []).append(finding)
+    return [[*key, link, *_counts(found)] for key, found in groups.items()]
+
+
+def _counts(found: Sequence[Finding]) -> list[str]:
+    """Of every verdict; and of how many pairs of runs that are above guessing the first is the better one."""
+    verdicts = [finding.verdict for finding in found]
+    better = [f for f in found if f.claim.relation == "better" and f.verdict != LOST]
+    points = [points for finding in better for points in finding.differences]
+    ahead = f"{sum(p > 0 for p in points)} of {len(points)}" if points else "–"
+    return [*(str(verdicts.count(verdict) or "–") for verdict in VERDICTS), ahead]
 
 
 def write(experiments: Sequence[Experiment], results: Path, folder: Path) -> list[Path]:
