@@ -9,7 +9,8 @@ import pytest
 
 from sosp.experiments import Cell, Experiment, Pruned, Published, Record, Timed, Trained
 from sosp.experiments.cells import Grown, document
-from sosp.experiments.page.figures import LOOKS, Figure, Line, Point, canvas, draw, figures
+from sosp.experiments.page.drawing import canvas, draw
+from sosp.experiments.page.figures import LOOKS, Figure, Line, Point, figures
 from sosp.experiments.page.rows import rows
 from sosp.experiments.records import NETWORKS
 from sosp.experiments.records import write as keep

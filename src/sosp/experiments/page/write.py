@@ -10,7 +10,8 @@ from pathlib import Path
 from sosp.errors import RunError
 from sosp.experiments.definition import Experiment
 from sosp.experiments.page.compose import claims, is_refuted, page
-from sosp.experiments.page.figures import Figure, draw
+from sosp.experiments.page.drawing import draw
+from sosp.experiments.page.figures import Figure
 from sosp.experiments.page.findings import (
     FAR,
     GOOD,
