@@ -179,6 +179,56 @@ def test_times_are_over_repeats_and_name_their_inputs(tmp_path: Path) -> None:
     assert "resnet56-cifar10: sosp-h 0.12 s ± 0.014, sosp-i 0.36 s ± 0.042: confirmed" in text
 
 
+def test_what_does_not_apply_is_left_out(tmp_path: Path) -> None:
+    untrained = replace(START, schedule=replace(START.schedule, epochs=0))
+    cells = (
+        Pruned(START, "random", ("ratio", 0.5)),
+        Pruned(START, "eigendamage", ("ratio", 0.5)),
+        Pruned(START, "sosp-h", ("ratio", 0.5), cap=0.95),
+        Pruned(untrained, "sosp-h", ("ratio", 0.5)),
+    )
+    final = Published(31, *PLACE, "sosp-h", 93.15, ratio=0.5, final=92.5, final_std=0.2, final_line=77)
+    some = replace(SOME, cells=cells, published=(final,), claims=())
+    for cell in cells:
+        keep(tmp_path, record(cell, figures(0.9), start={"accuracy": 0.1, "params": 9, "macs": 9}), "some")
+    text = pages([some], tmp_path).texts["some.md"]
+    heads, *found = table_of(text, "resnet56-cifar10: accuracy")
+    lines = [dict(zip(heads, line, strict=True)) for line in found]
+    assert [line["gate"] for line in lines] == ["–", "–", "weights", "weights"]
+    assert [line["examples"] for line in lines] == ["–", "1000", "1000", "1000"]
+    assert [line["lost"] for line in lines] == ["-80.00", "-80.00", "-80.00", "–"]
+    assert [line["paper: final"] for line in lines] == ["–", "–", "92.50 ± 0.20", "–"]
+    assert [line["line"] for line in lines] == ["–", "–", "31, 77", "–"]
+    heads, *found = table_of(text, "resnet56-cifar10: size")
+    assert [dict(zip(heads, line, strict=True))["cap"] for line in found] == ["–", "–", "0.95", "–"]
+    none = pages([replace(some, published=(replace(final, ratio=0.5, params=None),))], tmp_path / "none").texts[
+        "some.md"
+    ]
+    assert "resnet56-cifar10: accuracy" in none
+    assert "resnet56-cifar10: size" not in none
+
+
+def test_only_its_own_cells_count_as_measured(results: Path) -> None:
+    network = next((results / NETWORKS).glob("*.json")).read_text()
+    (results / "some").rename(results.parent / "away")
+    text = pages([SOME], results).texts["some.md"]
+    assert "Nothing is measured yet." in text
+    assert "| given: a.safetensors | 93.39 |" in text
+    assert "given" in network
+    assert "`sosp reproduce some --data-dir DIR --weights resnet56=FILE`" in text
+
+
+def test_weights_are_asked_for_where_they_were_given(tmp_path: Path) -> None:
+    keep(tmp_path, record(START, {"accuracy": 0.9, "params": 1, "macs": 1}, facts={"source": "trained"}), NETWORKS)
+    assert "`sosp reproduce some --data-dir DIR`" in pages([SOME], tmp_path).texts["some.md"]
+
+
+def test_longer_than_that_is_printed_so(tmp_path: Path) -> None:
+    cell, paper = Timed(*PLACE, "sosp-i"), Published(41, *PLACE, "sosp-i", seconds=48 * 3600)
+    some = Experiment("some", "t", "w", (cell,), (paper,))
+    assert "| > 172800 s | 41 |" in pages([some], tmp_path).texts["some.md"]
+
+
 # --- findings -------------------------------------------------------------------------------------------
 
 
@@ -237,6 +287,7 @@ def test_little_above_guessing_nothing_is_compared(guessed: float, found: str, t
     found_pages = pages([few], tmp_path).texts
     assert ("### Near guessing: nothing can be said" in found_pages["some.md"]) == (guessed == 0.1)
     assert "- resnet56" not in found_pages["index.md"].split("## What we could not confirm")[1]
+    assert ("4 of 4" in found_pages["index.md"]) == (guessed == 0.01)
 
 
 def test_only_seeds_that_both_sides_have_are_compared(results: Path) -> None:
@@ -256,6 +307,31 @@ def test_a_claim_may_be_about_some_networks_and_one_budget(results: Path) -> Non
 
     assert [said(places=("resnet56-cifar10",)), said(places=("vgg19-cifar10",))] == [1, 0]
     assert [said(budget=("ratio", 0.5)), said(budget=("ratio", 0.3))] == [1, 0]
+
+
+def test_methods_are_compared_on_equal_terms(results: Path) -> None:
+    first = [cell for cell in SOME.cells if isinstance(cell, Pruned) and cell.method == "sosp-h"]
+    for change in ({"gate": "features"}, {"budget": ("ratio", 0.4)}, {"examples": 99}):
+        others = [replace(cell, method="first-order", **change) for cell in first]  # type: ignore[arg-type]
+        for cell in others:
+            keep(results, record(cell, figures(0.9)), "some")
+        few = replace(SOME, cells=(*first, *others))
+        assert list(findings(few, rows(few, results))) == []
+        loose = replace(few, claims=(replace(SOME.claims[0], same_terms=False),))
+        assert len(list(findings(loose, rows(loose, results)))) == ("gate" not in change)
+
+
+def test_the_papers_numbers_stand_beside_the_accuracy_they_are_of(results: Path) -> None:
+    both = (*SOME.published, Published(35, *PLACE, "first-order", 92.98, 0.09, 82.27, 1.46, 0.5))
+
+    def told(by: str) -> str:
+        few = replace(SOME, published=both, claims=(replace(SOME.claims[0], by=by),))
+        (finding,) = findings(few, rows(few, results))
+        return finding.more[-1]
+
+    assert told("final") == "the paper has 93.15 ± 0.15 and 92.98 ± 0.09"
+    assert told("zeroed") == "the paper has 84.28 ± 0.65 and 82.27 ± 1.46"
+    assert told("best").endswith("parameters")
 
 
 def test_an_accuracy_is_retained_where_it_is_that_of_the_whole_network(results: Path) -> None:
@@ -335,10 +411,11 @@ def test_the_papers_row_beside_a_cell() -> None:
 
 
 def test_runs_that_began_with_different_networks_are_named(results: Path) -> None:
+    assert "more than once" not in pages([SOME], results).texts["some.md"]
     cell = SOME.cells[0]
     keep(results, record(cell, figures(0.93), start={"sha256": "g", "accuracy": 0.93, "params": 1, "macs": 1}), "some")
+    assert "more than once" in pages([SOME], results).texts["some.md"]
     text = pages([SOME], results).texts["some.md"]
-    assert "A network was trained more than once" in text
     assert f"- {START.name} with 93.39: sosp-h, first-order" in text
     assert f"- {START.name} with 93.00: sosp-h" in text
 
