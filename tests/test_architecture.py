@@ -54,7 +54,8 @@ ALLOWED = {
     "widening": "errors recipe flow structures verify surgery",
     "bottlenecks": "errors records flow mask cost greedy checkpoint widening",
     "latency": "errors batches preserve",
-    "prune": "errors records batches losses flow structures criteria mask cost selection surgery repair checkpoint",
+    "prune": "errors records preserve batches losses flow structures criteria mask cost selection surgery repair "
+    "checkpoint",
     "nets": "errors",
     "usercode": "errors",
     "data": "errors progress usercode",

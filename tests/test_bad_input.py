@@ -24,6 +24,7 @@ from sosp.errors import (
     SospError,
     StructureError,
 )
+from sosp.repair import FewInputsWarning
 from test_preserve import check_unchanged
 
 METHODS = ("sosp-h", "sosp-i", "sosp-i-diagonal", "first-order", "exact")  # those that differentiate the loss
@@ -341,6 +342,20 @@ def test_a_loss_of_ones_own_finds_its_way(method: str) -> None:
         Through(out=Answer), DATA, method=method, loss=lambda out, y: F.cross_entropy(out.answer, y, reduction="none")
     )
     assert torch.allclose(own.scores, plain.scores, rtol=1e-10)
+
+
+@pytest.mark.parametrize("options", [{"method": "sosp-i"}, {"repair": True}], ids=str)
+def test_outputs_by_name_say_what_is_needed_whatever_the_loss(options: dict[str, Any]) -> None:
+    model = Through(out=lambda y: {"answer": y})
+    own = lambda out, y: F.cross_entropy(out["answer"], y, reduction="none")  # noqa: E731
+    words = ["returns a dict with 'answer'", "Repair and methods of pairs ('sosp-i', 'sosp-obs')", "whatever the loss"]
+    with check_refused(model, OutputError, *words, "Wrap the model to return its logits"):
+        sosp.prune(model, DATA, loss=own, **options)
+    named = Through(out=lambda y: {"logits": y})  # as it says
+    own = lambda out, y: F.cross_entropy(out["logits"], y, reduction="none")  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FewInputsWarning)
+        assert sosp.prune(named, DATA, loss=own, **options).mask.chosen
 
 
 def test_a_loss_of_ones_own_does_not_tell_gauss_newton_the_logits() -> None:
@@ -735,3 +750,24 @@ def test_a_scripted_network_is_refused_by_name() -> None:
     for use in (sosp.trace, sosp.find_structures):
         with pytest.raises(StructureError, match="a scripted or traced module hides its layers"):
             use(scripted, c.inputs)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, while it compiles
+@pytest.mark.parametrize("act", ["prune", "find_structures", "trace", "count", "score"])
+def test_a_compiled_network_is_sent_back(act: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), torch.randn(8, 4)
+    data = (x, torch.zeros(8, dtype=torch.long))
+    calls = {
+        "prune": lambda m: sosp.prune(m, data),
+        "find_structures": lambda m: sosp.find_structures(m, x),
+        "trace": lambda m: sosp.trace(m, x),
+        "count": lambda m: sosp.count(m, x),
+        "score": lambda m: sosp.score(m, data, structures=sosp.find_structures(model, x)),
+    }
+    for wrong, words in (
+        (torch.compile(model), "torch.compile made"),
+        (None, "NoneType"),
+        (nn.Linear, "the class Linear"),
+    ):
+        with pytest.raises(sosp.errors.ArgumentError, match=words):
+            calls[act](wrong)

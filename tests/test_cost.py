@@ -449,3 +449,84 @@ def test_a_mask_of_single_weights() -> None:
     mask = sosp.Mask.from_removed(c.model, {"fc1.weight": [0]}, c.inputs, kind="weights")
     with pytest.raises(StructureError, match="weights"):
         sosp.count(c.model, c.inputs, mask)
+
+
+# --- recurrent layers
+
+
+class Recurrent(nn.Module):
+    """Every kind, in every form, between two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(6, 5)
+        self.gru = nn.GRU(5, 7, 2, batch_first=True, bidirectional=True)
+        self.lstm = nn.LSTM(14, 8, proj_size=3)
+        self.rnn = nn.RNN(3, 4, nonlinearity="relu")
+        self.cell, self.lstm_cell, self.rnn_cell = nn.GRUCell(4, 4), nn.LSTMCell(4, 4), nn.RNNCell(4, 9)
+        self.hidden, self.head = nn.Linear(9, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.gru(self.into(x))[0].transpose(0, 1)
+        x = self.rnn(self.lstm(x)[0])[0]
+        h = x[0]
+        for step in x[1:4]:
+            h, _ = self.lstm_cell(self.cell(step, h))
+        return self.head(self.hidden(self.rnn_cell(h)).relu())
+
+
+STEPS = 9
+RECURRENT = {
+    "gru": STEPS * 2 * 3 * 7 * ((5 + 7) + (14 + 7)),  # two directions, three gates; the second layer reads both
+    "lstm": STEPS * (4 * 8 * (14 + 3) + 3 * 8),  # the state that is fed back is projected from 8 to 3
+    "rnn": STEPS * 4 * (3 + 4),
+    "cell": 3 * 3 * 4 * (4 + 4),
+    "lstm_cell": 3 * 4 * 4 * (4 + 4),
+    "rnn_cell": 9 * (4 + 9),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_recurrent_layers_by_hand(rows: int) -> None:
+    cost = sosp.count(Recurrent(), torch.randn(rows, STEPS, 6))
+    found = {layer.name: layer.macs for layer in cost.layers}
+    assert {name: found[name] for name in RECURRENT} == RECURRENT
+    assert cost.macs == sum(RECURRENT.values()) + STEPS * 6 * 5 + 9 * 8 + 8 * 2
+
+
+class Sequences(nn.Module):
+    """Nearly all of the work is in the recurrent layer, which is not pruned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.gru = nn.Linear(6, 5), nn.GRU(5, 7, batch_first=True)
+        self.hidden, self.head = nn.Linear(7, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.hidden(self.gru(self.into(x))[0][:, -1]).relu())
+
+
+def test_a_budget_counts_what_recurrent_layers_cost() -> None:
+    model, x = Sequences(), torch.randn(4, STEPS, 6)
+    structures = sosp.find_structures(model, x, exclude=["into"])
+    saliency = sosp.Saliency(structures, "first-order", torch.arange(float(len(structures))))
+    whole = STEPS * (6 * 5 + 3 * 7 * (5 + 7)) + 7 * 8 + 8 * 2
+    assert sosp.count(model, x).macs == whole
+    # Without the hidden layer one zero is left for the output layer to read.
+    with pytest.raises(ArgumentError, match=rf"macs=0\.5 cannot be met.*{whole - 70:,} of {whole:,} macs are left"):
+        sosp.select(saliency, macs=0.5)
+    mask = sosp.select(saliency, macs=whole - 20)  # a neuron has seven inputs and two outputs
+    small = sosp.shrink(model, mask, x)
+    assert sosp.count(small, x).macs == sosp.count(model, x, mask).macs == whole - 3 * 9
+
+
+def test_a_recurrent_layer_in_a_loop_counts_each_time() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru, self.head = nn.GRU(4, 4, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.gru(self.gru(x)[0])[0][:, -1])
+
+    assert sosp.count(Twice(), torch.randn(3, 5, 4)).macs == 2 * 5 * 3 * 4 * 8 + 8

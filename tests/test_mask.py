@@ -164,3 +164,27 @@ def test_a_mask_prints_a_line_per_layer() -> None:
     assert repr(mask) == f"Mask(2 of {mask.structures} structures removed, {2 / mask.structures:.1%})"
     assert f"  fc1  {2:>6} of {mask.layers[0].channels:>6}" in str(mask)
     assert len(str(mask).splitlines()) == 1 + len(mask.layers)
+
+
+# --- flags instead of numbers
+
+
+def test_flags_say_which_channels_go() -> None:
+    c = case("mlp")
+    flags = torch.tensor([True, False, True, *[False] * (c.model.fc1.out_features - 3)])
+    wanted = sosp.Mask.from_removed(c.model, {"fc1": [0, 2]}, c.inputs[:2])
+    for given in (flags, flags.numpy()):
+        mask = sosp.Mask.from_removed(c.model, {"fc1": given}, c.inputs[:2])
+        assert mask == wanted
+        assert mask.chosen == 2
+    assert not sosp.Mask.from_removed(c.model, {"fc1": flags & False}, c.inputs[:2]).removed
+
+
+def test_flags_of_another_length_and_flags_in_a_list_are_refused() -> None:
+    c = case("mlp")
+    with pytest.raises(sosp.errors.StructureError, match=r"flags of shape \(2,\) for 'fc1'; give one for each of its"):
+        sosp.Mask.from_removed(c.model, {"fc1": torch.tensor([True, False])}, c.inputs[:2])
+    with pytest.raises(sosp.errors.StructureError, match=r"channel True of 'fc1'"):
+        sosp.Mask.from_removed(c.model, {"fc1": [True, False]}, c.inputs[:2])
+    with pytest.raises(sosp.errors.ArgumentError, match=r"removed=\['fc1'\] must give layers their channels"):
+        sosp.Mask.from_removed(c.model, ["fc1"], c.inputs[:2])

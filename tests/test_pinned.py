@@ -1,5 +1,6 @@
 """What cannot get narrower is reported: the layers, the operation, and the line in the user's code."""
 
+import inspect
 from pathlib import Path
 from types import ModuleType
 
@@ -75,9 +76,31 @@ def test_what_is_computed_beside_the_output_stays(ratio: float) -> None:
     assert sosp.count(model, x[:2], found.mask).params == found.cost_after.params == params
 
 
-def test_what_is_returned_is_reported_where_forward_begins() -> None:
-    flow = sosp.trace(Watched(), torch.randn(4, 8))
+class Returns(nn.Module):
+    """Returns in one of two places, and calls others on the way."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first, self.body = first, Watched()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        if self.first:
+            return y  # first
+        if y.dim() > 1:
+            y = y.relu()
+        return y  # second
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_is_returned_is_reported_where_forward_returns(first: bool) -> None:
+    flow = sosp.trace(Returns(first), torch.randn(4, 8))
     (record,) = (r for r in flow.pinned if r.op == "return")
-    assert record.where == f"test_pinned.py:{Watched.forward.__code__.co_firstlineno}"
+    lines, start = inspect.getsourcelines(Returns)
+    marked = next(i for i, line in enumerate(lines) if line.rstrip().endswith("# first" if first else "# second"))
+    assert record.where == f"test_pinned.py:{start + marked}"
+
+
+def test_what_is_returned_by_a_network_of_torchs_own() -> None:
     plain = sosp.trace(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)), torch.randn(4, 8))
     assert [r.where for r in plain.pinned] == ["Sequential.forward"]

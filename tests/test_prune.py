@@ -1,5 +1,6 @@
 """The pipeline in one call, end to end: every kind of data, every kind of budget, and what comes out."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -336,7 +337,59 @@ def test_regression(model: Net) -> None:
     assert found.mask.chosen == 14
 
 
+# --- what select can be told
+
+
+def test_a_cap_bounds_every_layer(model: Net) -> None:
+    found = sosp.prune(model, pictures(), ratio=0.45, cap=0.5)
+    assert found.mask == sosp.select(found.saliency, ratio=0.45, cap=0.5)
+    widths = {layer.name: layer.channels for layer in found.mask.layers}
+    assert max(len(gone) / widths[name] for name, gone in found.mask.removed.items()) == 0.5
+    assert max(len(g) / widths[n] for n, g in sosp.prune(model, pictures(), ratio=0.45).mask.removed.items()) > 0.5
+
+
+def test_every_layer_by_itself(model: Net) -> None:
+    found = sosp.prune(model, pictures(), ratio=0.5, scope="layer")
+    wanted = {"stem": 3, "a1": 4, "a2": 3, "b1": 4, "b2": 5, "skip": 5}
+    assert {n: len(gone) for n, gone in found.mask.removed.items()} == wanted
+
+
+def test_a_cap_bounds_every_round(model: Net) -> None:
+    found = sosp.prune(model, pictures(), ratio=0.4, cap=0.5, repair=True, rounds=2)
+    widths = {layer.name: layer.channels for layer in found.mask.layers}
+    assert found.mask.chosen == 19
+    assert all(len(gone) <= widths[name] * 3 / 4 for name, gone in found.mask.removed.items())
+
+
 # --- errors pass through
+
+
+@pytest.mark.parametrize(
+    "network", [None, Net, "resnet18", lambda x: x], ids=["None", "a class", "a name", "a function"]
+)
+def test_what_is_no_network(network: Any) -> None:
+    x = pictures()[0]
+    mask = sosp.Mask.from_removed(Net(), {"stem": [0]}, x)
+    word = r"class Net; give an instance of it, Net\(" if network is Net else r"give a torch\.nn\.Module"
+    for act in (
+        lambda: sosp.prune(network, pictures()),
+        lambda: sosp.count(network, x),
+        lambda: sosp.masked(network, mask),
+        lambda: sosp.shrink(network, mask, x),
+        lambda: sosp.Mask.from_removed(network, {"stem": [0]}, x),
+    ):
+        with pytest.raises(ArgumentError, match=word):
+            act()
+
+
+def test_inference_mode(model: Net) -> None:
+    with torch.inference_mode(), pytest.raises(ArgumentError, match=r"inference_mode\(\) is on.*outside"):
+        sosp.prune(model, pictures())
+    with torch.inference_mode():
+        made = Net().eval()
+    with pytest.raises(ArgumentError, match=r"'stem\.weight' was made under torch\.inference_mode.*deepcopy"):
+        sosp.prune(made, pictures())
+    assert sosp.prune(copy.deepcopy(made), pictures(), ratio=0.3).mask.chosen == 14
 
 
 @pytest.mark.parametrize(
@@ -347,6 +400,9 @@ def test_regression(model: Net) -> None:
         ({"params": 0}, ArgumentError, "params=0"),
         ({"macs": "half"}, ArgumentError, "macs='half'"),
         ({"ratio": 1.0}, DisconnectedError, "cuts the network"),
+        ({"cap": 1.5}, ArgumentError, "cap=1.5"),
+        ({"cap": "most", "repair": True, "rounds": 2}, ArgumentError, "cap='most'"),
+        ({"scope": "layers"}, ArgumentError, "scope='layers'"),
         ({"method": "sosp"}, ArgumentError, "method='sosp'"),
         ({"loss": "hinge"}, ArgumentError, "hinge"),
         ({"groups": "couple"}, ArgumentError, "groups='couple'"),

@@ -688,3 +688,28 @@ def test_a_few_rows_of_a_large_example_are_enough() -> None:
     assert len(sosp.find_structures(Counting(100), torch.zeros(100, 4))) == 6
     with pytest.raises(StructureError, match=r"\(100, 4\)"):
         sosp.find_structures(Counting(7), torch.zeros(100, 4))
+
+
+class Siamese(nn.Module):
+    """Two inputs through the same layer and its norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b, self.head = nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Linear(6, 4), nn.Linear(4, 2)
+        nn.init.normal_(self.norm.bias)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = (F.relu(self.b(F.relu(self.norm(self.a(z))))) for z in (x, y))
+        return self.head(x - y)
+
+
+def test_a_layer_whose_norm_is_called_twice_is_coupled_like_others() -> None:
+    torch.manual_seed(0)
+    model, example = Siamese().eval(), (torch.randn(5, 3), torch.randn(5, 3))
+    found = sosp.find_structures(model, example, groups="coupled")
+    assert [ids.tolist() for ids in found.ids] == [list(range(6)), list(range(6, 10))]
+    mask = sosp.Mask.from_structures(found, torch.tensor([0, 2, 5, 7]))
+    small = sosp.shrink(model, mask, example)
+    assert (small.a.out_features, small.norm.num_features, small.b.in_features, small.b.out_features) == (3, 3, 3, 3)
+    assert not any(type(m).__name__ == "Scatter" for m in small.modules())
+    torch.testing.assert_close(small(*example), sosp.masked(model, mask)(*example), atol=1e-6, rtol=0)

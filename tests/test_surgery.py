@@ -218,3 +218,30 @@ def test_layers_lose_rows_that_nothing_reads_any_more(name: str) -> None:
     for layer, removed in c.frees:
         small = sosp.shrink(c.model, mask_of(c.model, removed, c), c.example)
         assert width_out(small.get_submodule(layer)) < width_out(c.model.get_submodule(layer)), (layer, removed)
+
+
+class ByHand(nn.Module):
+    """Layers and a norm whose parameters are taken by hand as well."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.e1, self.norm, self.e2, self.d1 = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        nn.init.normal_(self.norm.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.e1(x)).relu()
+        z = self.d1((y + self.e2(y)).relu()).relu()
+        if self.what == "weight":
+            return nn.functional.linear(z, self.e1.weight.t())
+        return z + {"bias": self.e2.bias, "norm": self.norm.bias, "rows": self.e2.weight.sum(1)}[self.what]
+
+
+@pytest.mark.parametrize("what", ["weight", "bias", "norm", "rows"])
+@pytest.mark.parametrize("join", ["zeros", "scatter"])
+def test_parameters_that_are_taken_by_hand_keep_their_numbers(what: str, join: str) -> None:
+    torch.manual_seed(0)
+    model, x = ByHand(what).eval(), torch.randn(24, 6)
+    mask = sosp.Mask.from_removed(model, {"e1": [0, 1, 2], "e2": [0, 3]}, x)
+    small, masked = sosp.shrink(model, mask, x, join=join, verify=False), sosp.masked(model, mask)
+    torch.testing.assert_close(small(x), masked(x), atol=1e-5, rtol=0)

@@ -277,6 +277,10 @@ def reason(flow: sosp.Flow, layer: str = "conv1") -> tuple[str, str, str]:
     return pin.op, pin.where, pin.why
 
 
+PATHS = pytest.mark.filterwarnings("ignore::sosp.flow.paths.PathWarning")
+
+
+@PATHS
 @pytest.mark.parametrize("cls", PINNED)
 def test_what_is_pinned_by_which_line_and_why(cls: type[Middle]) -> None:
     model, x = made(cls), picture()
@@ -314,6 +318,7 @@ class Ends(Middle):
         return compiled()["softmax"](out)
 
 
+@PATHS
 def test_a_model_that_ends_in_compiled_code() -> None:
     model, x = made(Ends), picture()
     flow = sosp.trace(model, x)
@@ -385,6 +390,68 @@ def test_a_pin_on_one_channel_of_a_stream_counts_one() -> None:
     assert [s.pinned for s in flow.streams] == [1, 0, 2]
 
 
+class Tokens(nn.Module):
+    """As vision transformers begin: patches and a token of its own, a place for each, a norm over the channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.fc, self.head = nn.Conv2d(3, 8, 3, 3), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.token, self.place = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(1, 5, 8))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).mT
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.place
+        x = x + self.fc(self.norm(x))  # here
+        return self.head(x[:, 0])
+
+
+def test_a_norm_over_the_channels_is_named_where_it_is_the_reason() -> None:
+    model, x = made(Tokens), picture()
+    flow = sosp.trace(model, x)
+    (pin,) = (p for p in flow.pinned if p.op != "return")
+    assert (pin.op, pin.where, pin.layers) == ("layer_norm", marked_line(Tokens), ("patch", "fc"))
+    assert streams(flow)[0] == (8, ["patch", "fc"], ["head"], 8)
+    check_shrinks(model, x, {"patch": [1, 3], "fc": [0, 3]})
+
+
+def test_what_meets_mixed_channels_says_which_op_mixed_them() -> None:
+    class Meets(Middle):
+        def middle(self, x: Tensor) -> Tensor:
+            return x + x.detach().sort(1).values  # here
+
+    flow = sosp.trace(made(Meets), picture())
+    why = [(p.op, p.why) for p in flow.pinned if "conv1" in p.layers]
+    where = marked_line(Meets)
+    assert why[0] == ("sort", "sort mixes the channels it is given")
+    assert why[1] == ("add", f"it meets what sort at {where} made by mixing channels")
+
+
+class Own(Middle):
+    def middle(self, x: Tensor) -> Tensor:
+        self.kept = [x]
+        return x
+
+
+@pytest.mark.parametrize("job", [sosp.trace, sosp.count])
+def test_a_tensor_that_forward_kept_is_named_with_the_way_out(job: Callable[..., Any]) -> None:
+    model, x = made(lambda: nn.Sequential(Own())), picture()
+    model(x)
+    with pytest.raises(StructureError, match=r"'0\.kept'.*self\.kept = x\.detach\(\).*model\.0\.kept = None"):
+        job(model, x)
+    with torch.no_grad():
+        model(x)
+    job(model, x)
+
+
+def test_weight_norm_of_the_old_kind_is_named_with_the_new_one() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates it; users still have it
+        model = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 2))
+    with pytest.raises(StructureError, match=r"'0\.weight'.*torch\.nn\.utils\.parametrizations"):
+        sosp.trace(model, torch.zeros(2, 4))
+
+
 # --- networks whose code looks at numbers
 
 
@@ -402,6 +469,7 @@ class Forks(Middle):
         return self.fc(F.relu(y).mean((2, 3)))
 
 
+@PATHS
 @pytest.mark.parametrize(("threshold", "way"), [(-1e9, "conv2"), (1e9, "other")])
 def test_a_forward_that_depends_on_values(threshold: float, way: str) -> None:
     model, x = made(lambda: Forks(threshold)), picture()
@@ -409,8 +477,9 @@ def test_a_forward_that_depends_on_values(threshold: float, way: str) -> None:
     assert flow.real
     assert [s.producers for s in flow.streams] == [("conv1",), (way,), ("fc",)]
     small = check_shrinks(model, x, {"conv1": [1, 3], way: [0, 5]})
-    assert small.get_submodule(way).weight.shape == (4, 2, 3, 3)
-    assert small.fc.in_features == 4
+    # Narrower themselves, but what they give keeps its width: the way that was not taken reads it (test_paths.py).
+    assert small.get_submodule(way).weight.shape == (4, 4, 3, 3)
+    assert small.fc.in_features == 6
 
 
 def zeroed(model: nn.Module, removed: dict[str, list[int]]) -> nn.Module:
@@ -501,10 +570,10 @@ def test_arguments_as_a_tuple_or_a_dict() -> None:
 @pytest.mark.parametrize(
     ("example", "shape"),
     [
-        (picture(5), "(2, 5, 6, 6)"),
+        (picture(5), "(4, 5, 6, 6)"),
         (torch.zeros(2, 3), "(2, 3)"),
-        ((picture(), picture()), "(2, 3, 6, 6)"),
-        ({"y": picture()}, "'y': (2, 3, 6, 6)"),
+        ((picture(), picture()), "(4, 3, 6, 6)"),
+        ({"y": picture()}, "'y': (4, 3, 6, 6)"),
         (None, "None"),
         ("a picture", "a picture"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -15,9 +16,15 @@ from sosp.flow import Flow, follow
 from sosp.flow.graph import ZERO, Cut, Dense
 from sosp.flow.layout import Layout, whole
 from sosp.flow.plan import plan
+from sosp.flow.twin import rows
 from sosp.mask import Mask, check_mask
 
 CONVENTIONS = ("exact", "alternative")
+# Every step of a sequence, or call of a cell, applies all of a recurrent module's matrices once.
+RECURRENT = frozenset(
+    {"gru", "lstm", "rnn_tanh", "rnn_relu", "gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"}
+)
+MATRICES = re.compile(r"weight_(ih|hh|hr)(_l\d+)?(_reverse)?")
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Cost:
-    """A network's parameters and MACs (convolutions and linear layers) for one example."""
+    """A network's parameters and MACs (convolutions, linear and recurrent layers) for one example."""
 
     params: int
     macs: int
@@ -85,7 +92,7 @@ def _sizes(flow: Flow, layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
     counts = layout.counts
     gone = _gone(flow, layout)
     params = {n: 0 if n.rpartition(".")[0] in gone else prod(shape) for n, shape in flow.parameters.items()}
-    macs: dict[str, int] = {}
+    macs = _recurrent(flow)
     for s in flow.graph.slices.values():
         if params.get(s.name) and s.name not in flow.graph.dense:
             params[s.name] = params[s.name] // len(s.ids) * int(counts[s.ids].sum())
@@ -95,6 +102,21 @@ def _sizes(flow: Flow, layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
             params[d.weight] = elements
         macs[d.module] = macs.get(d.module, 0) + round(elements * d.positions.get("eval", 0.0))
     return params, macs
+
+
+def _recurrent(flow: Flow) -> dict[str, int]:
+    """Recurrent module -> MACs. One op mixes all channels that they are given, so none of their widths changes."""
+    examples = 2 if flow.inputs is None else rows(flow.inputs)  # two rows are followed, more only with real numbers
+    steps: dict[str, int] = {}  # of all examples
+    for op in flow.graph.records.get("eval", ()):
+        if op.name in RECURRENT:
+            steps[op.module] = steps.get(op.module, 0) + prod(op.shapes[0][:-1])
+    found: dict[str, int] = {}
+    for name, shape in flow.parameters.items():
+        module, _, key = name.rpartition(".")
+        if module in steps and MATRICES.fullmatch(key):
+            found[module] = found.get(module, 0) + prod(shape)
+    return {module: round(elements * steps[module] / examples) for module, elements in found.items()}
 
 
 def _gone(flow: Flow, layout: Layout) -> set[str]:

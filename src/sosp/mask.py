@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sosp.errors import ArgumentError, StructureError, nearest
 from sosp.gates import GateHook, along, hook_output, install
 from sosp.layers import width_of
+from sosp.preserve import check_network
 from sosp.records import Layer, Structures
 from sosp.structures import find_structures
 
@@ -37,9 +38,14 @@ class Mask:
 
     @classmethod
     def from_removed(
-        cls, model: nn.Module, removed: Mapping[str, Iterable[int]], example: Any, *, kind: str = "filters"
+        cls, model: nn.Module, removed: Mapping[str, Iterable[int] | Tensor], example: Any, *, kind: str = "filters"
     ) -> Mask:
-        """A mask written by hand: ``{"layer1.0.conv1": [0, 3]}``."""
+        """A mask written by hand: ``{"layer1.0.conv1": [0, 3]}``; or with a tensor, true for each channel that goes."""
+        check_network(model)
+        if not isinstance(removed, Mapping):
+            raise ArgumentError(
+                f"removed={removed!r:.80} must give layers their channels: {{'layer1.0.conv1': [0, 3]}}."
+            )
         found = find_structures(model, example, kind=kind)
         layers = {layer.name: layer for layer in found.layers}
         clean = {name: _indices(layers, name, channels) for name, channels in removed.items()}
@@ -112,7 +118,7 @@ def _norms(structures: Structures, removed: Mapping[str, Tensor]) -> dict[str, T
     return structures.flow.dead_norms(removed, {layer.name: layer.norms for layer in structures.layers})
 
 
-def _indices(layers: Mapping[str, Layer], name: str, channels: Iterable[int]) -> Tensor:
+def _indices(layers: Mapping[str, Layer], name: str, channels: Iterable[int] | Tensor) -> Tensor:
     if name not in layers:
         raise StructureError(
             f"the mask names {name!r}, which is no prunable layer of the model (or is its output layer)."
@@ -121,6 +127,14 @@ def _indices(layers: Mapping[str, Layer], name: str, channels: Iterable[int]) ->
     size = layers[name].channels
     if not isinstance(channels, Iterable):
         raise StructureError(f"the mask gives {channels!r} for {name!r}; give a list of channels, [{channels!r}].")
+    flags = torch.as_tensor(channels) if hasattr(channels, "dtype") else None  # numpy's as well
+    if flags is not None and flags.dtype == torch.bool:
+        if flags.shape != (size,):
+            raise StructureError(
+                f"the mask gives flags of shape {tuple(flags.shape)} for {name!r}; give one for each of its {size} "
+                "channels, true for those that go, or a list of channels."
+            )
+        return flags.nonzero().flatten().cpu()
     channels = list(channels)
     for c in channels:
         if isinstance(c, bool) or not isinstance(c, SupportsIndex) or not 0 <= index(c) < size:
@@ -133,6 +147,7 @@ def _indices(layers: Mapping[str, Layer], name: str, channels: Iterable[int]) ->
 
 def check_mask(model: nn.Module, mask: Mask) -> None:
     """Refuse a mask that was made for another model."""
+    check_network(model)
     if not isinstance(mask, Mask):
         raise ArgumentError(f"the mask is a {type(mask).__name__}; take one from sosp.select or Mask.from_removed.")
     known = dict(model.named_parameters() if mask.kind == "weights" else model.named_modules())

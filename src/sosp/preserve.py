@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 
-from sosp.errors import DifferentiationError, StructureError
+from sosp.errors import ArgumentError, DifferentiationError, StructureError
 
 
 @contextmanager
@@ -21,6 +21,7 @@ def borrowed(model: nn.Module) -> Iterator[None]:
     statistics) whatever mode it is in, and a batch norm that keeps no running statistics is refused. Backward hooks
     rest meanwhile: the derivatives are ours, and a hook that changes gradients would make them wrong ones.
     """
+    check_network(model)
     refuse_uninitialised(model)
     refuse_batch_statistics(model)
     with ExitStack() as stack:
@@ -149,6 +150,19 @@ def write(tensors: list[Tensor], flat: Tensor) -> None:
     """The inverse of ``flat``."""
     for x, part in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
         x.copy_(part.view(x.shape))
+
+
+def check_network(model: object) -> None:
+    """Refuse what is no network: nothing, a class of networks, a function, what torch.compile made."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise ArgumentError(f"the model is the class {model.__name__}; give an instance of it, {model.__name__}(...).")
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"the model {model!r:.80} is a {type(model).__name__}; give a torch.nn.Module.")
+    if "_orig_mod" in model._modules:
+        raise ArgumentError(
+            "the model is what torch.compile made of a network, whose layers cannot be followed through it; give the "
+            "network itself (model._orig_mod) and compile the smaller one."
+        )
 
 
 def refuse_uninitialised(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from math import floor
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from sosp.batches import peek
@@ -19,6 +20,7 @@ from sosp.flow import Flow, trace
 from sosp.flow.layout import Style
 from sosp.losses import LossLike
 from sosp.mask import Mask
+from sosp.preserve import check_network
 from sosp.records import Saliency
 from sosp.repair import Absent, Repaired
 from sosp.repair import repair as repair_network
@@ -61,6 +63,8 @@ def prune(
     ratio: float | None = None,
     params: float | None = None,
     macs: float | None = None,
+    cap: float | None = None,
+    scope: str | None = None,
     method: str = "sosp-h",
     loss: LossLike = "cross_entropy",
     groups: str = "independent",
@@ -73,14 +77,18 @@ def prune(
 
     ``data`` as ``sosp.score`` takes it. How much goes: ``ratio`` of the structures (half, if nothing is said), or until
     at most ``params`` of the parameters or ``macs`` of the multiply-accumulates are left (a share, or a number).
-    ``groups="coupled"`` removes channels of whole streams: fewer choices, faster to run. For everything else take the
-    steps one by one: ``find_structures``, ``score``, ``select``, ``shrink``. The model itself is left as it was.
+    ``cap`` bounds the share removed from any layer, so that none is emptied; ``scope="layer"`` removes the same share
+    from every layer. ``groups="coupled"`` removes channels of whole streams: fewer choices, faster to run. For
+    everything else take the steps one by one: ``find_structures``, ``score``, ``select``, ``shrink``. The model itself
+    is left as it was.
 
     ``repair=True`` refits what is left to what the whole network computes, see ``sosp.repair``: most of the accuracy
     back without labels and without training; outputs are fitted as ``loss`` takes them, with a loss of your own as
     numbers. With ``rounds`` it is cut and repaired bit by bit, and scored anew each time: the more is removed, the more
-    that helps.
+    that helps; ``cap`` is then a share of what each round finds.
     """
+    check_network(model)
+    _refuse_inference(model)
     whole_number("rounds", rounds)
     example, data = peek(data)
     data = list(data) if repair and isinstance(data, Iterator) else data  # it is read more than once then
@@ -91,13 +99,27 @@ def prune(
         structures = find_structures(network, example, groups=groups, exclude=sorted(left))
         return score(network, data, method=method, loss=loss, structures=structures, examples=examples)
 
-    budget = {"ratio": ratio, "params": params, "macs": macs}
+    choice = {"ratio": ratio, "params": params, "macs": macs, "cap": cap, "scope": scope}
     if repair:
         outputs = loss if isinstance(loss, str) else "mse"  # nothing is known of what a loss of their own makes of them
-        return repaired_cut(model, data, example, budget, scored, rounds, outputs=outputs)
+        return repaired_cut(model, data, example, choice, scored, rounds, outputs=outputs)
     if rounds > 1:
         raise ArgumentError(f"rounds={rounds} is for repair=True: between two cuts the network is repaired.")
-    return cut(model, scored(model), example, budget)
+    return cut(model, scored(model), example, choice)
+
+
+def _refuse_inference(model: nn.Module) -> None:
+    """Scores are derivatives, and nothing can be differentiated that inference mode has made."""
+    if torch.is_inference_mode_enabled():
+        raise ArgumentError(
+            "torch.inference_mode() is on, and scoring differentiates the network: call it outside of it."
+        )
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if x.is_inference():
+            raise ArgumentError(
+                f"{name!r} was made under torch.inference_mode(), and scoring differentiates the network. Make the "
+                "model outside of it, or give a copy: copy.deepcopy(model)."
+            )
 
 
 def repaired_cut(

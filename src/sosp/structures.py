@@ -15,6 +15,7 @@ from sosp.errors import ArgumentError, StructureError, nearest, one_of
 from sosp.flow import Flow
 from sosp.flow import trace as trace_flow
 from sosp.layers import LAYERS, channel_axis, layer_type
+from sosp.preserve import check_network
 from sosp.records import Layer, Structures
 from sosp.wiring import Trace, trace
 
@@ -45,6 +46,7 @@ def find_structures(
     those channels one structure; ``["conv1", "conv2"]`` ties channel i of one layer to channel i of the other.
     ``exclude``: names, glob patterns or modules; a container's name excludes everything in it.
     """
+    check_network(model)
     one_of("kind", kind, KINDS)
     one_of("gate", gate, GATES)
     _check_groups(groups, kind)
@@ -67,8 +69,11 @@ def find_structures(
             + f". Supported layers: {', '.join(t if isinstance(t, str) else t.__name__ for t in LAYERS)}."
         )
     _refuse_shared(model, left)
-    layers = {name: _layer(model, seen, name) for name in left}
     flow = _flow(model, example)
+    if flow is not None:  # what ran by chance of a few more rows is not known to the surgery
+        flow.warn()
+        left = [n for n in left if n in flow.graph.calls]
+    layers = {name: _layer(model, seen, name) for name in left}
     if kind == "blocks":
         return _blocks(layers, seen, gate, flow)
     if groups == "coupled":
@@ -189,7 +194,7 @@ def _coupled_ids(layers: dict[str, Layer], flow: Flow | None) -> tuple[Tensor, .
             "groups='coupled' needs to follow the network's channels, and it does not run outside of your own code "
             "(sosp.trace(model, example) says why). Name them: groups=[['layer1.0.conv2', 'layer1.1.conv2'], ...]."
         )
-    together, free = flow.coupled()
+    together, free = flow.coupled([norm for layer in layers.values() for norm in layer.norms])
     places = {n: flow.graph.calls[n][0].out for n in layers if n in flow.graph.calls}
     others = [d.out for d in flow.graph.dense.values() if d.module not in places]
     for ids in others:

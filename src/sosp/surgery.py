@@ -9,13 +9,17 @@ from torch import nn
 
 from sosp.checkpoint.shapes import shapes
 from sosp.cost import Cost, cost_of
-from sosp.errors import StructureError
+from sosp.errors import StructureError, SurgeryError
 from sosp.flow import Flow, follow
 from sosp.flow.layout import Style
+from sosp.flow.paths import listed
 from sosp.flow.plan import plan, set_zero
+from sosp.flow.twin import rows, some_rows
 from sosp.mask import Mask, check_mask, masked
 from sosp.recipe import Recipe, apply
-from sosp.verify import check_same
+from sosp.verify import REPORT, ROWS, check_same
+
+MOST = 64  # rows that are compared where the code looks at values
 
 
 def shrink(
@@ -47,8 +51,31 @@ def shrink_along(
     small = cooked(model, recipe)
     set_zero(small, flow.graph, layout, removed)
     if verify:
-        check_same(small, masked(model, mask), example, flow.modes)
+        _check(small, masked(model, mask), example, flow, [*mask.removed])
     return small, cost_of(flow, layout)
+
+
+def _check(small: nn.Module, whole: nn.Module, example: Any, flow: Flow, layers: list[str]) -> None:
+    """Compare the two networks, where the code looks at values on more of the example: rows may go different ways."""
+    parts = [some_rows(example, k, ROWS) for k in range(ROWS, rows(example), ROWS)] if flow.real else []
+    try:
+        for part in [example, *parts[: MOST // ROWS - 1]]:
+            check_same(small, whole, part, flow.modes)
+    except SurgeryError as error:
+        if not str(error).endswith(REPORT):
+            raise
+        raise SurgeryError(str(error).removesuffix(REPORT) + _advice(flow, layers)) from error
+
+
+def _advice(flow: Flow, layers: list[str]) -> str:
+    """What in the user's code it may come from, and how to go on."""
+    decides = listed(tuple(dict.fromkeys(f"{d.op} at {d.where}" for d in flow.graph.decisions)))
+    return (
+        "Code that computes with the width of a layer (out_features, x.shape[1]) "
+        + (f"or decides by values ({decides}) " if decides else "")
+        + f"does that. Leave out the layers whose width it is, exclude=[...] with some of {listed(tuple(layers))}, or "
+        "use sosp.masked. If there is no such code, this is a defect of sosp: please report it, with the network."
+    )
 
 
 def cooked(model: nn.Module, recipe: Recipe) -> nn.Module:

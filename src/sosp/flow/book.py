@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from sosp.flow.graph import OPAQUE, Graph, Ids, Pin, Slices
+from sosp.flow.graph import OPAQUE, Decision, Graph, Ids, Pin, Slices
 from sosp.flow.labels import Labels, vector
 from sosp.flow.ops import user_line
 from sosp.layers import layer_type
@@ -29,10 +30,26 @@ class Book:
         self.values = values  # the numbers in integer buffers, by name
         self.modules = dict(model.named_modules())
         self.stack: list[str] = []  # the modules we are in
+        self.lost: dict[int, str] = {}  # id of a tensor -> the op that made it of channels which it mixed
+        self.fed: set[int] = set()  # ids of the tensors that depend on the network's input
 
     @property
     def module(self) -> str:
         return self.stack[-1] if self.stack else ""
+
+    def feed(self, given: list[Tensor], outputs: list[Tensor]) -> None:
+        """What is computed from a tensor that depends on the input depends on it as well."""
+        if any(id(x) in self.fed for x in given):
+            self.fed.update(id(x) for x in outputs)
+
+    def decided(self, op: str, tensors: list[Tensor], shape: bool = False) -> None:
+        """The code looks at these, by an op that gives it numbers or as many rows as it finds."""
+        if any(id(x) in self.fed for x in tensors):
+            self.graph.decisions.append(Decision(op, user_line(), self.module, shape))
+
+    def mixed(self, leaves: Sequence[Any]) -> str:
+        """The op that mixed the channels of which one of these was made; nothing where there is none."""
+        return next((self.lost[id(x)] for x in leaves if isinstance(x, Tensor) and id(x) in self.lost), "")
 
     def put(self, x: Tensor, labels: Labels | None) -> Labels | None:
         """Remember the labels of a tensor."""

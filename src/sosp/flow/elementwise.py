@@ -22,22 +22,28 @@ def elementwise(book: Book, call: Call, given: dict[int, Labels | None]) -> list
     labelled = {k: x for k, x in given.items() if x is not None and x.varying}
     if not labelled:
         return None
-    labelled |= _parameters(book, call, given, labelled)
-    axes = {tuple(pairs.items()): found for pairs in _aligned(labelled) if (found := sliced(call, pairs)) is not None}
-    covered = {pair for pairs in axes for pair in pairs}
-    out: list[Labels] | None = None
-    if axes and all((k, d) in covered for k, x in labelled.items() for d in x.varying):
-        out = _every_axis(book, call, labelled, axes)
-    else:
-        for pairs, found in [*axes.items(), *_elsewhere(call, labelled, axes)]:
-            if {k for k, _ in pairs} == set(labelled):
-                out = _one_axis(book, call, labelled, dict(pairs), found)
-                break
+    alone = len(labelled) == 1 and len(next(iter(labelled.values())).varying) > 1
+    out = _alike(book, call, labelled) if alone else None  # its parameters may stand across: rotary embeddings
+    if out is None:
+        labelled |= _parameters(book, call, given, labelled)
+        out = _alike(book, call, labelled)
     if out is not None:
         for k, x in given.items():  # one channel that meets many of another tensor
             if x is not None and not x.varying and k not in labelled:
                 book.pin(x.numbers(), call.name, "one channel is spread over many")
     return out
+
+
+def _alike(book: Book, call: Call, labelled: dict[int, Labels]) -> list[Labels] | None:
+    """The labels of the outputs, from operands that are all labelled along the axes that are sliced."""
+    axes = {tuple(pairs.items()): found for pairs in _aligned(labelled) if (found := sliced(call, pairs)) is not None}
+    covered = {pair for pairs in axes for pair in pairs}
+    if axes and all((k, d) in covered for k, x in labelled.items() for d in x.varying):
+        return _every_axis(book, call, labelled, axes)
+    for pairs, found in [*axes.items(), *_elsewhere(call, labelled, axes)]:
+        if {k for k, _ in pairs} == set(labelled):
+            return _one_axis(book, call, labelled, dict(pairs), found)
+    return None
 
 
 def _aligned(labelled: dict[int, Labels]) -> list[dict[int, int]]:
@@ -70,16 +76,27 @@ def _parameters(
     for k in call.tensors:
         p = call.leaves[k]
         name = book.names.get(id(p))
-        if given[k] is not None or name is None or name in book.graph.dense or len(x.varying) != 1:
+        if given[k] is not None or name is None or name in book.graph.dense:
             continue
-        d = x.varying[0] - len(x.shape) + p.dim()
-        if d >= 0 and p.dim() > 1 and p.shape[d] == x.shape[x.varying[0]]:
+        axis = _channels(x)
+        d = axis - len(x.shape) + p.dim()
+        if d >= 0 and p.dim() > 1 and p.shape[d] == x.shape[axis]:
             known = book.graph.slices.get(name) or Slices(name, d, book.graph.fresh(p.shape[d], parametric=True))
             if known.axis == d:
                 book.graph.slices[name] = known
                 found[k] = vector(known.ids, d, p.shape)
                 book.put(p, found[k])
     return found
+
+
+def _channels(x: Labels) -> int:
+    """The axis along which there are most channels: tokens, one of which is a parameter, differ less."""
+
+    def distinct(axis: int) -> int:
+        others = tuple(d for d in range(x.core.dim()) if d != axis)
+        return len(np.unique(x.core.numpy().min(axis=others)))
+
+    return max(x.varying, key=distinct)
 
 
 def _every_axis(book: Book, call: Call, labelled: dict[int, Labels], axes: dict[Pairs, Sliced]) -> list[Labels] | None:

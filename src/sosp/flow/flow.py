@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,14 +18,16 @@ from sosp.batches import call
 from sosp.errors import StructureError
 from sosp.flow.graph import OPAQUE, ZERO, Cut, Graph, Ids, Pin, components
 from sosp.flow.layout import Layout, Style, solve
-from sosp.flow.ops import forward_of
+from sosp.flow.ops import returned_at
+from sosp.flow.paths import PathWarning, pin_other_ways, unseen, users_level, warning
 from sosp.flow.plan import plan
 from sosp.flow.tracer import Tracer
-from sosp.flow.twin import few, meta_copy, on_device, quiet, rows, tensors_of
+from sosp.flow.twin import few, meta_copy, on_device, quiet, refuse_kept, tensors_of
 from sosp.layers import is_norm
-from sosp.preserve import refuse_uninitialised
+from sosp.preserve import check_network, refuse_uninitialised
 
 MODES = ("eval", "train")
+REAL = 8  # rows that are run with real numbers, as many as show which layers there are
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,16 @@ class Flow:
     untraced: dict[str, str]  # mode -> why the network could not be followed in it
     real: bool  # traced with real numbers, because the network does not run without
     norms: frozenset[str]  # the norms of single channels
+    unseen: tuple[str, ...] = ()  # layers and other modules with parameters that the example did not run
+    inputs: Any = None  # the rows of the example that were run with real numbers: they decide the way
+    network: nn.Module | None = None  # to try smaller ones out: a copy without numbers, or the network itself if real
+    example: Any = None  # for that
     classes: Ids = field(init=False)
     _pins: Ids | None = None
 
     def __post_init__(self) -> None:
         self.classes = self.graph.classes()
+        self._known = len(self.graph.pins), len(self.graph.fixed)  # by following alone, before anything was tried out
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -78,6 +86,12 @@ class Flow:
             self._pins = np.union1d(known, self._idle(known))
         return self._pins
 
+    def warn(self) -> None:
+        """Say where the code decides by values which way it takes."""
+        text = warning(self.graph.decisions, self.unseen)
+        if text is not None:
+            warnings.warn(text, PathWarning, stacklevel=users_level())
+
     def _idle(self, pins: Ids) -> Ids:
         """What layers compute that no output needs, kept by the code in its own way: a probe, an auxiliary loss."""
         unneeded = solve(self.graph, self.classes, pins, {}, Style()).emptied
@@ -91,11 +105,13 @@ class Flow:
     @property
     def pinned(self) -> list[Pinned]:
         """What cannot be dropped, one entry per line of code."""
-        outputs = self._outputs()
+        outputs, rows = self._outputs(), _calls(self)
         found: dict[tuple[str, str, str], set[str]] = {}
         for pin in self.graph.pins:
-            held = np.unique(self.classes[pin.ids])
-            layers = {n for n, classes in outputs.items() if np.isin(classes, held).any()}
+            held = np.zeros(self.graph.count, dtype=bool)
+            held[self.classes[pin.ids]] = True
+            layers = {n for n, classes in outputs.items() if held[classes].any()}
+            layers |= {n for n, cut in rows.items() if held[self.classes[cut.given]].any()}
             found.setdefault((pin.op, pin.where, pin.why), set()).update(layers)
         order = {n: i for i, n in enumerate(outputs)}
         return [Pinned(tuple(sorted(layers, key=order.__getitem__)), *key) for key, layers in found.items() if layers]
@@ -162,6 +178,7 @@ class Flow:
             lines.append(f"stream {i}: {s.width} channels" + (f", {s.pinned} pinned" if s.pinned else ""))
             lines += [f"  from  {', '.join(s.producers)}", f"  to    {', '.join(s.consumers) or 'the output'}"]
         lines += ["pinned:", *(f"  {p}" for p in self.pinned)] if self.pinned else []
+        lines += [f"did not run on the example: {', '.join(self.unseen)}"] if self.unseen else []
         lines += [f"not followed in {mode} mode: {why}" for mode, why in self.untraced.items()]
         return "\n".join(lines)
 
@@ -169,6 +186,11 @@ class Flow:
         """Module -> (n,) which of its output channels are set to zero, from layer -> channels."""
         found: dict[str, np.ndarray] = {}
         for layer, channels in removed.items():
+            if layer not in self.graph.calls:
+                raise StructureError(
+                    f"channels of {layer!r} are to be removed, which does not run on this example: give the example "
+                    "that the mask was made with."
+                )
             for module in places.get(layer) or (layer,):
                 for cut in self.graph.calls.get(module, [])[:1]:
                     gone = found.setdefault(module, np.zeros(len(cut.given), dtype=bool))
@@ -186,8 +208,10 @@ class Flow:
                 found[name] = np.logical_and.reduce(seen)
         return {n: torch.from_numpy(np.flatnonzero(dead)) for n, dead in found.items() if dead.any()}
 
-    def coupled(self) -> tuple[Ids, np.ndarray]:
+    def coupled(self, norms: Iterable[str] = ()) -> tuple[Ids, np.ndarray]:
         """(values,) what goes together if nothing is to be scattered, and (values,) whether it can go at all.
+
+        ``norms``: those that belong to layers, at whose output removed channels are zero.
 
         Tied are the two sides of a module (its channels), the channels of a group of a convolution, and what has to
         stay a box: along its shorter axes.
@@ -207,16 +231,28 @@ class Flow:
         together = self.graph.classes(ties)
         held = np.zeros(self.graph.count, dtype=bool)
         held[together[self.pins]] = True
-        held[together[self._constants()]] = True
+        held[together[self._constants(norms)]] = True
         return together, ~held[together]
 
-    def _constants(self) -> Ids:
+    def _constants(self, norms: Iterable[str]) -> Ids:
         """Channels that a layer still reads when all that could feed them is gone: a zero became a constant."""
-        layers = {d.module for d in self.graph.dense.values()}
+        layers = {*(d.module for d in self.graph.dense.values()), *norms}
         everything = {n: np.ones(len(c[0].given), dtype=bool) for n, c in self.graph.calls.items() if n in layers}
         zero = self.graph.zeros(everything)
         read = np.concatenate([np.zeros(0, dtype=int), *(into for d in self.graph.dense.values() for into in d.into)])
         return read[~zero[read]]
+
+    def built(self, removed: Mapping[str, np.ndarray], style: Style | None = None) -> Layout:
+        """What stays in the network that ``shrink`` builds: tried out, and what that shows is pinned here as well."""
+        if self.network is None:
+            return self.layout(removed, style)
+        pins, fixed = self._known
+        graph = replace(self.graph, pins=self.graph.pins[:pins], fixed=self.graph.fixed[:fixed])
+        afresh = replace(self, graph=graph, _pins=None)
+        layout, _ = plan(self.network, afresh, removed, self.example, style)
+        self.graph.fixed.extend(graph.fixed[fixed:])
+        self.pin(graph.pins[pins:])
+        return layout
 
     def layout(self, removed: Mapping[str, np.ndarray], style: Style | None = None) -> Layout:
         """What stays when these module outputs are set to zero."""
@@ -237,16 +273,17 @@ def trace(model: nn.Module, example: Any) -> Flow:
 
 def follow(model: nn.Module, example: Any) -> Flow:
     """``trace`` without trying anything out: for a mask at hand, which will be tried out itself."""
+    check_network(model)
     refuse_uninitialised(model)
-    inputs = few(example)
     try:
-        return _trace(model, inputs, real=False)
+        return _trace(model, few(example), real=False)
     except Exception:  # code that looks at values, or at tensors that are no buffers: run it with real numbers
         try:
-            return _trace(model, inputs, real=True)
+            return _trace(model, few(example, REAL), real=True)
         except StructureError:
             raise
         except Exception as error:  # it cannot even be copied
+            refuse_kept(model)
             raise StructureError(f"the network cannot be followed: {type(error).__name__}: {error}") from error
 
 
@@ -268,8 +305,12 @@ def _trace(model: nn.Module, inputs: Any, real: bool) -> Flow:
                 raise
             untraced[mode] = f"{type(error).__name__}: {error}"
     _norms_called_twice(graph)
+    absent = unseen(twin, graph)
+    pin_other_ways(graph, absent)
     norms = frozenset(n for n in graph.calls if is_norm(model.get_submodule(n)))
-    return Flow(graph, {n: tuple(p.shape) for n, p in model.named_parameters()}, untraced, real, norms)
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    kept = (model, inputs) if real else (twin, on_device(inputs, real=False))
+    return Flow(graph, shapes, untraced, real, norms, absent, inputs if real else None, *kept)
 
 
 def _many(flow: Flow) -> list[dict[str, np.ndarray]]:
@@ -308,15 +349,13 @@ def _slices(flow: Flow) -> Iterator[dict[str, np.ndarray]]:
 def _pass(twin: nn.Module, inputs: Any, mode: str, graph: Graph, values: Mapping[str, Tensor], real: bool) -> None:
     """One forward pass in one mode."""
     twin.train(mode == "train")
-    tracer = Tracer(twin, graph, mode, dict(values), rows(inputs))
     given = on_device(inputs, real)
-    for x in tensors_of(given):
-        tracer.book.put(x, None)
+    tracer = Tracer(twin, graph, mode, dict(values), given, real)
     with quiet(), tracer.hooked(), tracer:
         outputs = call(twin, given)
     tracer.strangers(tensors_of(outputs))
     for x in tensors_of(outputs):
-        tracer.book.pin_tensor(x, "return", "the model returns it", forward_of(twin))
+        tracer.book.pin_tensor(x, "return", "the model returns it", returned_at(twin, tracer.frame))
 
 
 def _norms_called_twice(graph: Graph) -> None:

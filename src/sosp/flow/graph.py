@@ -101,6 +101,16 @@ class Pin:
 
 
 @dataclass(frozen=True)
+class Decision:
+    """The code looked at numbers that depend on the network's input: what it does next may depend on them."""
+
+    op: str
+    where: str
+    module: str
+    shape: bool  # not at the numbers themselves: how many there are (``nonzero``)
+
+
+@dataclass(frozen=True)
 class Record:
     """One op of the forward pass: what it was given and what came out."""
 
@@ -113,6 +123,7 @@ class Record:
     moves: bool  # it only rearranges elements
     where: str
     module: str
+    numbers: tuple[float, ...] = ()  # that it computed with
 
 
 @dataclass
@@ -132,6 +143,11 @@ class Graph:
     fixed: list[tuple[Labels, int]] = field(default_factory=list)  # axes of boxes that the code gives their size
     calls: dict[str, list[Cut]] = field(default_factory=dict)  # module -> its cuts
     reads: list[tuple[str, str, Ids]] = field(default_factory=list)  # (mode, module, labels) whose sizes were read
+    sized: list[tuple[str, str, str]] = field(default_factory=list)  # the same of parameters: (mode, module, name)
+    decisions: list[Decision] = field(default_factory=list)
+    ran: set[str] = field(default_factory=set)  # modules
+    used: dict[str, set[str]] = field(default_factory=dict)  # parameter -> the modules in which an op took it
+    leaving: list[tuple[str, Labels]] = field(default_factory=list)  # (module, what it returned), real numbers only
 
     def fresh(self, n: int, parametric: bool = False) -> Ids:
         """``n`` new values."""
@@ -184,4 +200,5 @@ def components(count: int, a: Ids, b: Ids) -> Ids:
             return root
 
 
-__all__ = ["OPAQUE", "ZERO", "Combine", "Cut", "Dense", "Graph", "Ids", "Pin", "Record", "Slices", "components"]
+__all__ = ["OPAQUE", "ZERO", "Combine", "Cut", "Decision", "Dense", "Graph", "Ids", "Pin", "Record", "Slices"]
+__all__ += ["components"]

@@ -166,11 +166,22 @@ class Needs:
         layer = self.layers.get(cut.module)
         if not self.has(cut.given).any() or not np.array_equal(cut.index, np.arange(len(cut.given))):
             return False
+        if self.read_elsewhere(cut.module, layer):
+            return False
         if layer is not None:
             if len(layer.into) != len(self.graph.calls[cut.module]):  # another layer has the same weight
                 return False
             return layer.narrow and layer.weight not in self.emptied and not (layer.transposed and layer.groups > 1)
         return all(f"{cut.module}.{key}" in self.graph.slices for key in ("weight", "bias"))
+
+    def read_elsewhere(self, module: str, layer: Dense | None) -> bool:
+        """The code takes its weights by hand as well: there they are no zeros."""
+        own = {f"{module}.weight", f"{module}.bias"}
+        if layer is not None:
+            own |= {layer.weight, layer.bias or layer.weight}
+            if layer.weight in self.graph.slices:
+                return True
+        return any(self.graph.used.get(name, set()) - {module} for name in own)
 
     def fill(self) -> bool:
         """A tensor keeps at least one channel, even if nothing needs it: many ops refuse empty ones."""

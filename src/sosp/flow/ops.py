@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -25,8 +26,18 @@ NORMALISATIONS = frozenset({"batch_norm", "instance_norm", "layer_norm"})
 VALUES = frozenset(  # they look at numbers
     {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal", "allclose"}
 )
+COUNTING = frozenset({"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"})  # as many as they find
 FACTORIES = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"})  # a type and a device
 UNWRITTEN = frozenset({"empty_like"})  # how torch finds the shape of compiled code: nothing is known of it
+ARITHMETIC = frozenset(  # a whole number among their arguments is a value, never a size or an axis
+    {"add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "rsub", "pow", "float_power"}
+    | {"__radd__", "__rsub__", "__rmul__", "__truediv__", "__rtruediv__", "__rdiv__", "__floordiv__", "__rfloordiv__"}
+    | {"__pow__", "__rpow__", "__mod__", "__rmod__", "addcmul", "addcdiv", "lerp", "clamp", "clamp_min", "clamp_max"}
+    | {"tensor", "as_tensor", "scalar_tensor", "new_tensor", "full_like", "fill", "masked_fill"}
+)
+NUMBERS = frozenset(
+    {"item", "tolist", "numpy", "__int__", "__float__", "__index__"}
+)  # what they give may be computed with
 SIZES = frozenset({"shape", "size", "__len__", "numel", "nelement", "stride"})
 TORCH = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parent.parent)
@@ -49,23 +60,42 @@ def name_of(func: Callable[..., Any]) -> str:
     return found
 
 
+def numbers(name: str, leaves: Iterable[Any]) -> tuple[float, ...]:
+    """The numbers that an op computes with: those with a fraction, and whole ones where they can be no size."""
+    whole = name in ARITHMETIC
+    return tuple(x for x in leaves if type(x) is float or (whole and type(x) is int))
+
+
 def user_line() -> str:
     """``file.py:12``: the innermost line that is neither torch's nor ours."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((TORCH, OURS, "<")):
+        if not file.startswith((f"{TORCH}/", OURS, "<")):
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
 
 
-def forward_of(model: Any) -> str:
-    """``file.py:12`` where a network's forward begins; one of torch's own goes by its name."""
-    code = getattr(type(model).forward, "__code__", None)
-    if code is None or code.co_filename.startswith((TORCH, "<")):
+def code_of(model: Any) -> CodeType | None:
+    """The code of a network's forward, under what may be wrapped around it."""
+    return getattr(inspect.unwrap(getattr(model.forward, "__func__", model.forward)), "__code__", None)
+
+
+def frame_of(code: CodeType | None) -> FrameType | None:
+    """Where this code runs now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
+
+
+def returned_at(model: Any, frame: FrameType | None) -> str:
+    """``file.py:12`` where a network's forward returned; one of torch's own goes by its name."""
+    code = code_of(model)
+    if code is None or code.co_filename.startswith((f"{TORCH}/", "<")):
         return f"{type(model).__name__}.forward"
-    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno if frame is None else frame.f_lineno}"
 
 
 def from_within() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 from sosp.flow.graph import Cut, Dense, Graph, Pin, Record
 from sosp.flow.labels import indices
 from sosp.flow.layout import Layout, Style
+from sosp.flow.numbers import Trial, computed
+from sosp.flow.ops import NUMBERS
+from sosp.flow.paths import exposed, other_ways
 from sosp.flow.rehearsal import Rehearsal, rehearse
 from sosp.flow.twin import few, meta_copy, on_device, quiet
 from sosp.layers import is_norm, layer_type
@@ -41,8 +45,14 @@ def plan(
 def _trouble(model: nn.Module, flow: Flow, layout: Layout, recipe: Recipe, inputs: Any) -> list[Pin]:
     """Run the smaller network without numbers; what must be pinned so that the user's code goes through."""
     pins: list[Pin] = []
-    for mode, run in try_out(model, flow, layout, recipe, inputs):
+    runs = list(try_out(model, flow, layout, recipe, inputs))
+    for mode, run in runs:
         pins += _reasons(flow, layout, mode, run)
+    if pins or not any(run.computed for _, run in runs) or any(d.op in NUMBERS for d in flow.graph.decisions):
+        return pins  # numbers that were computed from values may well be others
+    trial = Trial(model, flow, layout, recipe, lambda a, b: try_out(model, flow, a, b, inputs))
+    for mode, run in runs:
+        pins += list(islice(computed(trial, mode, run), 1))  # one after the other: what holds one number may hold more
     return pins
 
 
@@ -57,13 +67,19 @@ def try_out(
     for mode in flow.modes:
         twin.train(mode == "train")
         with quiet():
-            yield mode, rehearse(twin, on_device(inputs, flow.real), records[mode], layout.counts, recipe.emptied)
+            given = on_device(inputs if flow.inputs is None else flow.inputs, flow.real)
+            decides = bool(flow.graph.decisions)
+            yield mode, rehearse(twin, given, records[mode], layout.counts, recipe.emptied, decides)
 
 
 def _reasons(flow: Flow, layout: Layout, mode: str, run: Rehearsal) -> list[Pin]:
     """Pin the channels at each op that failed; if they all stayed, those whose sizes were read around it; or all."""
     pins = []
-    for record in run.failed:
+    if run.strayed:
+        ids = exposed(flow.graph, flow.unseen)
+        if (layout.counts[ids] == 0).any():
+            pins.append(other_ways(flow.graph, ids, "with channels gone, the code takes another way"))
+    for record in run.failed[:-1] if run.strayed else run.failed:
         if _fix_axis(flow.graph, record, layout.counts):
             pins.append(Pin(np.zeros(0, dtype=int), record.name, record.where, "the code fixes the size of an axis"))
             continue

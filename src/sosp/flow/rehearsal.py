@@ -14,18 +14,26 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from sosp.batches import call
 from sosp.flow.graph import Record
 from sosp.flow.labels import OPAQUE, RESHAPES, Labels, compact, reshaped, settle
-from sosp.flow.ops import COMPOSITE, DECOMPOSED, name_of, run, unchecked
+from sosp.flow.ops import COMPOSITE, DECOMPOSED, name_of, numbers, run, unchecked
 from sosp.scatter import Nothing, Scatter
+
+
+class AnotherWayError(RuntimeError):
+    """The code took another way than for the whole network."""
 
 
 class Rehearsal(TorchFunctionMode):
     """Runs beside the record of the whole network, op by op; notes where shapes or the order of channels differ."""
 
-    def __init__(self, records: list[Record], counts: np.ndarray, device: torch.device) -> None:
+    def __init__(self, records: list[Record], counts: np.ndarray, device: torch.device, decides: bool) -> None:
         super().__init__()
         self.records, self.counts, self.device = records, counts, device
+        self.decides = decides  # the code decides by values: it may take another way, or count other rows
+        self.strayed = False  # it did, and what comes then cannot be compared
         self.at = 0
         self.failed: list[Record] = []
+        self.agreed: set[int] = set()  # ids of records: the op computed with the numbers it had
+        self.computed: list[Record] = []  # it computed with others
         self.resting = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,7 +52,10 @@ class Rehearsal(TorchFunctionMode):
         if not outputs:
             return result
         record = self.next(name, None)
+        self.compare(record, numbers(name, tree_leaves((args, kwargs))))
         wanted = self.expected(record)
+        if self.decides and wanted is not None and self.other_rows(outputs, record, wanted):
+            raise AnotherWayError(f"{name}: other rows than for the whole network")
         if wanted is None or [tuple(x.shape) for x in outputs] != [w.shape for w in wanted]:
             return self.instead(record)
         if record.moves and not self.same_order(func, name, args, kwargs, record, wanted):
@@ -53,9 +64,25 @@ class Rehearsal(TorchFunctionMode):
 
     def next(self, name: str, error: Exception | None) -> Record:
         if self.at >= len(self.records) or self.records[self.at].name != name:
-            raise error or RuntimeError(f"{name}: the code took another way than for the whole network")
+            raise AnotherWayError(f"{name}: the code took another way than for the whole network") from error
         self.at += 1
         return self.records[self.at - 1]
+
+    def compare(self, record: Record, found: tuple[float, ...]) -> None:
+        """A number that is another one than before was made of a width."""
+        if found == record.numbers or any(x != x for x in record.numbers):
+            self.agreed.add(id(record))
+        else:
+            self.computed.append(record)
+
+    def other_rows(self, outputs: list[Tensor], record: Record, wanted: list[Labels]) -> bool:
+        """Shapes that differ along axes without channels."""
+        for x, labels, kept in zip(outputs, record.out, wanted, strict=False):
+            if x.dim() == len(kept.shape):
+                varying = labels.varying if labels is not None else ()
+                if any(n != m and d not in varying for d, (n, m) in enumerate(zip(x.shape, kept.shape, strict=True))):
+                    return True
+        return False
 
     def expected(self, record: Record) -> list[Labels] | None:
         """The labels that should come out; None where they fill no box."""
@@ -109,14 +136,20 @@ def _same(a: Labels, b: Labels) -> bool:
 
 
 def rehearse(
-    twin: nn.Module, inputs: Any, records: list[Record], counts: np.ndarray, emptied: Collection[str]
+    twin: nn.Module,
+    inputs: Any,
+    records: list[Record],
+    counts: np.ndarray,
+    emptied: Collection[str],
+    decides: bool = False,
 ) -> Rehearsal:
     """Run ``twin`` beside the record, in the mode it is in; ``failed`` holds the ops that went wrong.
 
     ``emptied``: layers that are gone only now; what was left of others before is code that is in the record.
+    ``decides``: the code decides by values. Where another way was taken, ``strayed``, the last of ``failed`` is there.
     """
     device = next((x.device for x in tree_leaves(inputs) if isinstance(x, Tensor)), torch.device("cpu"))
-    mode = Rehearsal(records, counts, device)
+    mode = Rehearsal(records, counts, device, decides)
 
     def rest(module: nn.Module, args: Any) -> None:
         mode.resting = True
@@ -132,7 +165,10 @@ def rehearse(
     try:
         with mode:
             call(twin, inputs)
-    except Exception:  # the user's own check of a size, between two ops
+        if decides and mode.at < len(records):
+            raise AnotherWayError("the code was done earlier than for the whole network")
+    except Exception as error:  # the user's own check of a size, between two ops
+        mode.strayed = decides and isinstance(error, AnotherWayError)
         mode.failed.append(records[min(mode.at, len(records) - 1)])
     finally:
         for h in handles:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -19,19 +20,24 @@ from sosp.flow.graph import OPAQUE, ZERO, Cut, Graph, Ids, Record
 from sosp.flow.labels import MOVES, RESHAPES, SAME, Labels, moved, settle, vector
 from sosp.flow.ops import (
     COMPOSITE,
+    COUNTING,
     DECOMPOSED,
     DROPOUTS,
     FACTORIES,
     SIZES,
     UNWRITTEN,
     VALUES,
+    code_of,
+    frame_of,
     from_within,
     name_of,
+    numbers,
     run,
     unchecked,
     user_line,
 )
 from sosp.flow.probe import Call, copied
+from sosp.flow.twin import rows, tensors_of
 from sosp.layers import channel_axis, is_norm, layer_type
 from sosp.scatter import Scatter
 
@@ -41,19 +47,28 @@ Found = tuple[list[Labels | None], bool]  # the labels of the outputs, and wheth
 class Tracer(TorchFunctionMode):
     """A mode that labels every tensor of the forward pass while it runs."""
 
-    def __init__(self, model: nn.Module, graph: Graph, mode: str, values: dict[str, Tensor], examples: int) -> None:
+    def __init__(
+        self, model: nn.Module, graph: Graph, mode: str, values: dict[str, Tensor], inputs: Any, real: bool
+    ) -> None:
         super().__init__()
-        self.graph = graph
+        self.graph, self.real = graph, real
+        self.code = code_of(model)
+        self.frame: FrameType | None = None  # of the network's forward: when it is over, it stands where it returned
+        examples = rows(inputs)
         self.book = Book(model, graph, mode, values, examples)
         self.records = graph.records.setdefault(mode, [])
         self.inputs: dict[str, Any] = {}  # module -> the arguments of its last call
         self.resting = False
+        for x in tensors_of(inputs):
+            self.book.put(x, None)
+            self.book.fed.add(id(x))
 
     # -- every op passes here --------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = name_of(func)
+        self.frame = self.frame or frame_of(self.code)
         if self.resting:
             return func(*args, **kwargs)
         if name in COMPOSITE or name in DECOMPOSED:
@@ -66,11 +81,13 @@ class Tracer(TorchFunctionMode):
         shapes = tuple(tuple(y.shape) for y in tree_leaves(result) if isinstance(y, Tensor))
         if shapes:
             self.strangers(tensors)
+            self.noted(name, tensors, [y for y in tree_leaves(result) if isinstance(y, Tensor)])
             self.follow(Call(func, name, leaves, spec, shapes, self.known(leaves)), result, args, kwargs)
         else:
             self.looked_at(name, tensors)
         for x, version, old in before:
             if x._version != version:
+                self.book.feed(tensors, [x])
                 self.written(x, old, name, tensors, bool(shapes))
         return result
 
@@ -83,15 +100,30 @@ class Tracer(TorchFunctionMode):
             family = book.families.get(x.untyped_storage()._cdata, [])
             same = [book.held[k] for k in family if book.held[k][0].shape == x.shape]
             book.put(x, same[-1][1] if same else None)
+            book.fed.add(id(x))
             if not same and x.is_floating_point() and x.dim() > 1 and x.shape[0] == book.examples:
                 everything = [y.numbers() for _, y in book.held.values() if y is not None]
                 book.pin(np.concatenate([np.zeros(0, dtype=int), *everything]), "?", "compiled code cannot be followed")
 
+    def noted(self, name: str, tensors: list[Tensor], outputs: list[Tensor]) -> None:
+        """Whose parameters the op takes, what depends on the input, and whether it counts what it finds there."""
+        for x in tensors:
+            if id(x) in self.book.names:
+                self.graph.used.setdefault(self.book.names[id(x)], set()).add(self.book.module)
+        self.book.feed(tensors, outputs)
+        picks = name == "__getitem__" and any(x.dtype == torch.bool for x in tensors[1:])
+        if name in COUNTING or picks or (name == "where" and len(tensors) == 1):
+            self.book.decided(name, tensors, shape=True)
+
     def looked_at(self, name: str, tensors: list[Tensor]) -> None:
         """An op that returns no tensor."""
+        if name in VALUES:
+            self.book.decided(name, tensors)
         for x in tensors:
             if name in VALUES:
                 self.book.pin_tensor(x, name, "its values decide what the code does")
+            elif name in SIZES and id(x) in self.book.names:
+                self.graph.sized.append((self.book.mode, self.book.module, self.book.names[id(x)]))
             elif name in SIZES and (labels := self.book.labels(x)) is not None:
                 self.graph.reads.append((self.book.mode, self.book.module, labels.numbers()))
 
@@ -111,13 +143,29 @@ class Tracer(TorchFunctionMode):
         leaves, spec = tree_flatten(result)
         found, moves = self.rule(call, args, kwargs)
         given = tuple(self.book.seen(call.leaves[k]) for k in call.tensors)
+        where, mixed = user_line(), self.book.mixed(call.leaves)
+        if not mixed and any(x is not None for x in given):
+            mixed = f"{call.name} at {where}"
         for y, labels in zip((y for y in leaves if isinstance(y, Tensor)), found, strict=True):
             self.book.put(y, labels)
+            if labels is None and mixed:
+                self.book.lost[id(y)] = mixed
             if labels is not None and len(labels.varying) > 1:
                 self.graph.boxes.append(labels)
         dtypes = tuple(y.dtype if isinstance(y, Tensor) else None for y in leaves)
         self.records.append(
-            Record(call.name, given, tuple(found), call.shapes, spec, dtypes, moves, user_line(), self.book.module)
+            Record(
+                call.name,
+                given,
+                tuple(found),
+                call.shapes,
+                spec,
+                dtypes,
+                moves,
+                where,
+                self.book.module,
+                numbers(call.name, call.leaves),
+            )
         )
 
     def rule(self, call: Call, args: Any, kwargs: Any) -> Found:
@@ -145,8 +193,10 @@ class Tracer(TorchFunctionMode):
         copies = None if unwritten else copied(call, full, OPAQUE, ZERO)
         if copies is not None:
             return [settle(x) for x in copies], True
+        lost = self.book.mixed(call.leaves)
+        why = f"it meets what {lost} made by mixing channels" if lost else f"{call.name} mixes the channels it is given"
         for k in call.tensors:
-            self.book.pin_tensor(call.leaves[k], call.name, f"{call.name} mixes the channels it is given")
+            self.book.pin_tensor(call.leaves[k], call.name, why)
         return [None] * len(call.shapes), False
 
     def moving(self, call: Call, given: dict[int, Labels | None]) -> list[Labels] | None:
@@ -215,6 +265,7 @@ class Tracer(TorchFunctionMode):
     def enter(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
             self.book.stack.append(name)
+            self.graph.ran.add(name)
             self.resting = isinstance(module, Scatter)
             self.inputs[name] = args
 
@@ -230,6 +281,9 @@ class Tracer(TorchFunctionMode):
             elif "scatter" not in module._modules and (layer_type(module) or is_norm(module)):
                 if isinstance(output, Tensor) and output.is_floating_point():
                     self.cut(name, channel_axis(module, output), output, output, None)
+            if self.real:
+                leaving = [self.book.seen(x) for x in tensors_of(output)]
+                self.graph.leaving += [(name, labels) for labels in leaving if labels is not None]
             self.resting = False
 
         return hook
@@ -257,6 +311,7 @@ class Tracer(TorchFunctionMode):
         self.graph.calls[name].append(step)
         self.graph.steps.append(step)
         self.book.put(output, vector(step.out, axis, output.shape))
+        self.book.feed([computed], [output])
 
     def before(self, name: str, width: int) -> Ids | None:
         """(n,) the input of a norm."""

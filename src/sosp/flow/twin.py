@@ -34,6 +34,24 @@ def tensors_of(outputs: Any) -> list[Tensor]:
     return [x for x in leaves if isinstance(x, Tensor)]
 
 
+def refuse_kept(model: nn.Module) -> None:
+    """A tensor that forward kept, with the graph behind it, cannot be copied, and the module with it neither."""
+    for path, module in model.named_modules():
+        for key, kept in vars(module).items():
+            leaves = [] if key in ("_parameters", "_buffers", "_modules") else tree_leaves(kept)
+            if any(isinstance(x, Tensor) and x.grad_fn is not None for x in leaves):
+                name = f"{path}.{key}" if path else key
+                if hasattr(module, f"{key}_v") or hasattr(module, f"{key}_orig"):
+                    raise StructureError(
+                        f"{name!r} is computed in the old way of torch.nn.utils, which cannot be copied. Take the "
+                        "weight_norm or spectral_norm of torch.nn.utils.parametrizations."
+                    )
+                raise StructureError(
+                    f"{name!r} is a tensor that forward kept together with its graph, and torch cannot copy that. Keep "
+                    f"it without, self.{key} = x.detach(), or let it go before: model.{name} = None."
+                )
+
+
 def meta_copy(model: nn.Module) -> nn.Module:
     """A copy without numbers: the same modules, parameters and buffers that take no memory."""
     memo: dict[int, Any] = {}
@@ -56,6 +74,14 @@ def few(example: Any, most: int = 2) -> Any:
         raise StructureError("the example is empty: give it one row at least.")
     return tree_map(
         lambda x: _cut(x, most) if isinstance(x, Tensor) and x.dim() and x.shape[0] == count else x, example
+    )
+
+
+def some_rows(example: Any, start: int, most: int) -> Any:
+    """Rows of the example from one on, at most so many."""
+    n = rows(example)
+    return tree_map(
+        lambda x: x[start : start + most] if isinstance(x, Tensor) and x.dim() and x.shape[0] == n else x, example
     )
 
 

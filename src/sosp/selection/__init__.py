@@ -6,17 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sosp.cost import cost_of, whole_cost
 from sosp.errors import ArgumentError, DisconnectedError, is_number, one_of
-from sosp.flow.layout import Style
+from sosp.flow.layout import Layout, Style
 from sosp.greedy import Room, check_share, greedy
 from sosp.mask import Mask
 from sosp.quadratic import choose
 from sosp.quotas import Quotas, quotas_of, refuse_above_cap
 from sosp.records import INPUT, OUTPUT, SCOPES, Saliency, Structures
+from sosp.selection.caps import in_order, read_by, room_for
 
 SCALES = ("kernel", "macs", "params")
 
@@ -46,22 +48,24 @@ def select(
 
     Greedy: one structure after the other, each time the one that raises the objective least given those already
     gone (Eq. 5); without pairs this is sorting once. Ties go to the lower index. ``cap`` bounds the share removed
-    from one layer; a structure of several counts in the first. ``scale`` divides what a structure adds to the objective
-    by its kernel's edge (the paper's SOSP*), its MACs or its parameters, so that what saves more may cost more.
-    ``round_to`` keeps a multiple of that many structures in every layer, by taking back those removed last. Give
-    ``join`` and ``round_to`` as ``shrink`` will be told them: the budget is met by the network that it then builds. A
-    mask that would cut the network in two is refused.
+    from any layer; what a depthwise layer loses counts together with what the layer it reads loses. ``scale`` divides
+    what a structure adds to the objective by its kernel's edge (the paper's SOSP*), its MACs or its parameters, so that
+    what saves more may cost more. ``round_to`` keeps a multiple of that many structures in every layer, by taking back
+    those removed last. Give ``join`` and ``round_to`` as ``shrink`` will be told them: the budget is met by the network
+    that it then builds. A mask that would cut the network in two is refused.
     """
     structures = saliency.structures
     budget = budget_of(ratio, params, macs, Style(join, round_to))
     if scale is not None:
         one_of("scale", scale, SCALES)
-    if _scope(saliency, scope, ratios, budget) == "layer":
+    scope = _scope(saliency, scope, ratios, budget)
+    if scope == "layer":
         chosen = _by_layer(saliency, quotas_of(structures, ratios, cap), ratio, budget, cap, scale, round_to)
     else:
         chosen = _together(saliency, ratio, budget, cap, scale, round_to)
     mask = Mask.from_structures(structures, chosen)
-    refuse_disconnected(structures, mask, budget)
+    # Where every layer keeps something, only a depthwise one can be empty: it has lost some, the one it reads the rest.
+    refuse_disconnected(structures, mask, budget, capped=scope == "layer" or (cap is not None and cap < 1))
     return mask
 
 
@@ -96,20 +100,21 @@ def _together(
 ) -> Tensor:
     """All structures in one ranking."""
     structures = saliency.structures
-    room = Room(structures, cap, saliency.scores.device)
+    room = room_for(structures, cap, saliency.scores.device)
     weights = _weights(structures, scale)
     if budget is not None:
-        order = greedy(saliency, room.total, weights, room)
+        order = in_order(saliency, room.total, weights, room)
         return _within(structures, lambda n: _rounded(structures, order[:n], round_to), len(order), budget)
     ratio = 0.5 if ratio is None else ratio
     check_share("ratio", ratio)
     count = round(ratio * len(structures))
-    if count > room.total:
+    order = in_order(saliency, min(count, room.total), weights, room)
+    if count > len(order):
         raise ArgumentError(
             f"ratio={ratio} asks for {count} of {len(structures)} structures, but cap={cap} leaves only "
-            f"{room.total} to remove."
+            f"{len(order)} to remove."
         )
-    return _rounded(structures, greedy(saliency, count, weights, room), round_to)
+    return _rounded(structures, order, round_to)
 
 
 def _by_layer(
@@ -188,23 +193,31 @@ def _within(structures: Structures, chosen: Callable[[int], Tensor], most: int, 
     target = limit * whole * (1 + 1e-12) if limit <= 1 else limit  # 57 / 101 * 101 is 56.999...
     places = {layer.name: layer.norms for layer in structures.layers}
 
-    def left(count: int) -> int:
+    def cost(count: int, layout: Callable[[dict[str, np.ndarray], Style], Layout]) -> int:
         removed = flow.removed(structures.channels_of(chosen(count)), places)
-        return getattr(cost_of(flow, flow.layout(removed, budget.style)), what)
+        return getattr(cost_of(flow, layout(removed, budget.style)), what)
 
-    low, high = 0, most
-    if left(high) > target:
-        raise ArgumentError(
-            f"{what}={limit} cannot be met: with everything removed that may go, {left(high):,} of {whole:,} {what} "
-            "are left. Raise it, lift the cap, round less, or exclude fewer layers."
-        )
-    while low < high:
-        middle = (low + high) // 2
-        if left(middle) <= target:
-            high = middle
-        else:
-            low = middle + 1
-    return chosen(low)
+    def left(count: int) -> int:
+        return cost(count, flow.layout)
+
+    low = 0
+    while True:
+        if low > most or left(most) > target:
+            raise ArgumentError(
+                f"{what}={limit} cannot be met: with everything removed that may go, {left(most):,} of {whole:,} "
+                f"{what} are left. Raise it, lift the cap, round less, or exclude fewer layers."
+            )
+        high = most
+        while low < high:
+            middle = (low + high) // 2
+            if left(middle) <= target:
+                high = middle
+            else:
+                low = middle + 1
+        # Building it may show that the code fixes a width nobody knew of: the search goes on with that in view.
+        if cost(low, flow.built) <= target:
+            return chosen(low)
+        low += 1
 
 
 def _rounded(structures: Structures, chosen: Tensor, round_to: int) -> Tensor:
@@ -232,7 +245,9 @@ def _weights(structures: Structures, scale: str | None) -> Tensor | None:
     )
 
 
-def refuse_disconnected(structures: Structures, mask: Mask, budget: Budget | None = None) -> None:
+def refuse_disconnected(
+    structures: Structures, mask: Mask, budget: Budget | None = None, *, capped: bool = False
+) -> None:
     """Refuse a mask that leaves no way from the input to the output around the layers it empties."""
     dead = _dead_layers(structures, mask)
     if not dead:
@@ -252,11 +267,13 @@ def refuse_disconnected(structures: Structures, mask: Mask, budget: Budget | Non
     if INPUT not in reached:
         names = ", ".join(repr(n) for n in sorted(blocked))
         why, way = "the mask removes", "Lower the ratio"
+        bound = "let a depthwise layer lose the channels of the one it reads (groups='coupled')"
+        if not capped:
+            bound = "bound the share removed per layer (cap=0.95)"
         if budget is not None:
             why, way = f"{budget.what}={budget.limit} takes", f"Raise {budget.what}"
         raise DisconnectedError(
-            f"{why} every channel of {names}, which cuts the network in two. {way}, bound the share removed per layer "
-            "(cap=0.95), or exclude the layer."
+            f"{why} every channel of {names}, which cuts the network in two. {way}, {bound}, or exclude the layer."
         )
 
 
@@ -270,8 +287,6 @@ def _dead_layers(structures: Structures, mask: Mask) -> set[str]:
             continue
         gone[name] = set(mask.removed[layer.name].tolist()) if layer.name in mask.removed else set()
         width[name] = layer.channels
-    for layer in structures.layers:
-        up = structures.wiring.get(layer.name, ())
-        if layer.depthwise and len(up) == 1 and width.get(up[0]) == layer.channels:
-            gone[layer.name] |= gone[up[0]]
+    for name, up in read_by(structures).items():
+        gone[name] |= gone[up]
     return {name for name in gone if len(gone[name]) == width[name]}

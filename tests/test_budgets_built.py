@@ -1,0 +1,67 @@
+"""Budgets are met by the network that is built, also where building it shows that the code fixes a width."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sosp
+from sosp.errors import ArgumentError, DisconnectedError
+from test_budgets import cost
+
+
+class Shuffle(nn.Module):
+    """Four groups, by number: as long as each keeps something, the code runs with any width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mix = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 1, groups=4)
+        self.spatial = nn.Conv2d(32, 32, 3, padding=1, groups=8)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(self.stem(x).relu())
+        B, C, H, W = x.shape
+        x = x.view(B, 4, C // 4, H, W).transpose(1, 2).reshape(B, C, H, W)
+        return self.head(self.spatial(x).relu().mean((2, 3)))
+
+
+def scores(seed: int) -> tuple[nn.Module, Tensor, sosp.Saliency]:
+    torch.manual_seed(seed)
+    model, x = Shuffle().eval(), torch.randn(2, 3, 6, 6)
+    found = sosp.find_structures(model, x)
+    return model, x, sosp.Saliency(found, "random", torch.rand(len(found)))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    *({"macs": 0.5}, {"params": 0.5}, {"macs": 0.35}),
+    *({"macs": 0.5, "round_to": 2}, {"macs": 0.6, "join": "zeros"}, {"params": 0.6, "join": "zeros", "round_to": 2}),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_never_more_than_the_budget(options: dict[str, Any]) -> None:
+    met = 0
+    what = "macs" if "macs" in options else "params"
+    style = {name: options[name] for name in ("join", "round_to") if name in options}
+    for seed in range(16):
+        model, x, saliency = scores(seed)
+        try:
+            mask = sosp.select(saliency, **options)
+        except (ArgumentError, DisconnectedError):
+            continue
+        met += 1
+        small = sosp.shrink(model, mask, x, **style)
+        assert cost(small, x)[what] <= options[what] * cost(model, x)[what]
+    assert met >= 12
+
+
+def test_what_the_trial_of_an_example_did_not_show_is_asked_again() -> None:
+    """The first mask that should do leaves nothing of one group, which the code does not take."""
+    saliency = scores(0)[2]
+    flow = saliency.structures.flow
+    assert not flow.graph.fixed
+    for _ in range(16):
+        sosp.select(sosp.Saliency(saliency.structures, "random", torch.rand(80)), macs=0.5)
+    assert flow.graph.fixed

@@ -1,0 +1,263 @@
+"""Networks that decide which of their layers run: what was not seen is not cut, nor is what it might read."""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sosp
+from sosp import surgery
+from sosp.errors import StructureError, SurgeryError
+from sosp.flow.paths import PathWarning
+
+PATHS = pytest.mark.filterwarnings("ignore::sosp.flow.paths.PathWarning")
+
+
+def made(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build().eval()
+
+
+def noise(rows: int, shift: float = 0.0, seed: int = 1) -> Tensor:
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(seed)) + shift
+
+
+def line_of(cls: type, text: str) -> str:
+    """``file.py:12`` of the line of a class that has this in it."""
+    lines, start = inspect.getsourcelines(cls)
+    return f"{Path(__file__).name}:{start + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+def check_every_way(model: nn.Module, removed: dict[str, list[int]], x: Tensor, inputs: list[Tensor]) -> Any:
+    """The smaller network is the masked one on inputs that take other ways as well."""
+    mask = sosp.Mask.from_removed(model, removed, x)
+    small, masked = sosp.shrink(model, mask, x), sosp.masked(model, mask)
+    with torch.no_grad():
+        for y in inputs:
+            torch.testing.assert_close(small(y), masked(y), atol=1e-6, rtol=0)
+    return small
+
+
+class Branch(nn.Module):
+    """One of two layers, by what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).relu()
+        y = self.b(y) if x.mean() > 0 else self.c(y)
+        return self.head(y.relu())
+
+
+class Item(Branch):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).relu()
+        way = int(x.mean().item() > 0)
+        return self.head((self.c, self.b)[way](y).relu())
+
+
+class Normed(Branch):
+    """The norm behind the first layer is one of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n, self.m = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+        nn.init.normal_(self.n.bias)
+        nn.init.normal_(self.m.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        y = self.n(y) if x.mean() > 0 else self.m(y)
+        return self.head(self.c(self.b(y.relu())).relu())
+
+
+WAYS = [noise(5, 2), noise(5, -2), noise(1, 2), noise(1, -2)]
+
+
+@PATHS
+@pytest.mark.parametrize("cls", [Branch, Item])
+@pytest.mark.parametrize(("shift", "way", "other"), [(2, "b", "c"), (-2, "c", "b")])
+def test_the_way_that_was_not_seen_still_works(cls: type[Branch], shift: float, way: str, other: str) -> None:
+    model, x = made(cls), noise(5, shift)
+    assert sosp.trace(model, x).unseen == (other,)
+    assert [layer.name for layer in sosp.find_structures(model, x).layers] == ["a", way]
+    small = check_every_way(model, {"a": [0, 3], way: [1, 2]}, x, WAYS)
+    assert small.a.weight.shape == (6, 6)  # it is narrower, and what it gave is put in place
+    assert small.get_submodule(way).weight.shape == (6, 8)
+    assert small.get_submodule(other).weight.shape == (8, 8)
+
+
+@PATHS
+def test_a_norm_that_was_not_seen_reads_all_channels() -> None:
+    model, x = made(Normed), noise(5, 2)
+    small = check_every_way(model, {"b": [0, 1], "c": [3]}, x, WAYS)
+    assert small.b.weight.shape == (6, 8)
+    # What is removed from the first layer is zero behind the norm that was seen, and only there.
+    check_every_way(model, {"a": [0, 3]}, x, WAYS)
+
+
+def test_it_is_said_and_the_line_named() -> None:
+    model, x = made(Branch), noise(5, 2)
+    where = line_of(Branch, "x.mean() > 0")
+    with pytest.warns(PathWarning, match=rf"__bool__ at {where}.* c did not run") as caught:
+        sosp.find_structures(model, x)
+    assert caught[0].filename == __file__
+    flow = sosp.trace(model, x)
+    (pin,) = (p for p in flow.pinned if p.op == "__bool__")
+    assert (pin.where, pin.layers) == (where, ("a", "b", "head"))
+    assert "c did not" in pin.why
+    assert "did not run on the example: c" in str(flow)
+
+
+class Experts(nn.Module):
+    """A mixture of experts: every row goes to one."""
+
+    def __init__(self, count: bool = False) -> None:
+        super().__init__()
+        self.count = count
+        self.gate, self.head = nn.Linear(6, 4), nn.Linear(6, 3)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.gate(x).softmax(-1)
+        out, best = torch.zeros_like(x), p.argmax(-1)
+        for i, expert in enumerate(self.experts):
+            if self.count:
+                rows = (best == i).nonzero()[:, 0]
+                out = out.index_add(0, rows, p[rows, i : i + 1] * expert(x[rows])) if len(rows) else out
+            elif (best == i).any():
+                out[best == i] = p[best == i, i : i + 1] * expert(x[best == i])
+        return self.head(x + out)
+
+
+@PATHS
+@pytest.mark.parametrize("count", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_experts_that_ran_get_smaller_inside(count: bool, seed: int) -> None:
+    model, x = made(lambda: Experts(count)), noise(40, seed=seed)[:3]
+    flow = sosp.trace(model, x)
+    seen = [i for i in range(4) if f"experts.{i}.0" not in flow.unseen]
+    assert 0 < len(seen) < 4
+    layers = [layer.name for layer in sosp.find_structures(model, x).layers]
+    assert [n for n in layers if n.endswith(".0")] == [f"experts.{i}.0" for i in seen]
+    removed = {f"experts.{i}.0": [0, 2, 5] for i in seen} | {f"experts.{i}.3": [1] for i in seen}
+    small = check_every_way(model, removed, x, [noise(40, seed=9), *noise(40, seed=9).split(3)])
+    for i, expert in enumerate(small.experts):
+        assert expert[0].weight.shape == ((5, 6) if i in seen else (8, 6))
+        assert expert[3].weight.shape == ((5, 5) if i in seen else (6, 8))
+
+
+class Skips(nn.Module):
+    """All layers run on the example; fewer do where the first one gives little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).relu()
+        if y.sum() > 1e-3:
+            y = self.b(y).relu()
+        return self.head(y)
+
+
+def test_where_every_layer_ran_there_is_a_warning() -> None:
+    with pytest.warns(PathWarning, match=rf"__bool__ at {line_of(Skips, 'y.sum()')}.*sosp\.masked"):
+        sosp.find_structures(made(Skips), noise(5))
+
+
+@PATHS
+def test_where_the_cut_itself_changes_the_way_both_ways_work() -> None:
+    """Without most of its channels the first layer gives little: the smaller network, and the masked one, skip."""
+    model, x = made(Skips), noise(5)
+    with torch.no_grad():
+        model.a.weight[1:], model.a.bias[1:] = 1e-9, 1e-9
+    mask = sosp.Mask.from_removed(model, {"a": [0], "b": [2, 4]}, x)
+    with torch.no_grad():
+        assert model.a(x).relu().sum() > 1e-3 > sosp.masked(model, mask).a(x).relu().sum()
+    check_every_way(model, {"a": [0], "b": [2, 4]}, x, [x, 1e12 * x])
+
+
+class Sizes(Branch):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).relu()
+        y = self.b(y) if x.shape[-1] > 5 else self.c(y)
+        return self.head(y.relu())
+
+
+class Leftover(Branch):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.b(self.a(x).relu()).relu())
+
+
+class Calibrated(Leftover):
+    """Looks at numbers of its own, not at what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.c.bias.sum().item() < 1e9 else self.c(x)
+
+
+@pytest.mark.parametrize("cls", [Sizes, Leftover, Calibrated])
+def test_layers_that_no_value_brings_in_cost_nothing(cls: type[Branch]) -> None:
+    model, x = made(cls), noise(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [layer.name for layer in sosp.find_structures(model, x).layers] == ["a", "b"]
+        flow = sosp.trace(model, x)
+        assert [s.pinned for s in flow.streams if s.producers != ("head",)] == [0, 0]
+        small = check_every_way(model, {"a": [0, 3], "b": [1]}, x, [x])
+    if cls is not Calibrated:
+        assert flow.unseen == ("c",)
+    assert small.b.weight.shape == (7, 6)
+    assert small.head.in_features == 7
+
+
+@PATHS
+def test_a_mask_of_a_layer_that_another_example_does_not_run() -> None:
+    model = made(Branch)
+    mask = sosp.Mask.from_removed(model, {"b": [0]}, noise(5, 2))
+    with pytest.raises(StructureError, match=r"'b'.*does not run on this example"):
+        sosp.shrink(model, mask, noise(5, -2))
+    with pytest.raises(StructureError, match="'c'"):
+        sosp.Mask.from_removed(model, {"c": [0]}, noise(5, 2))
+
+
+@PATHS
+@pytest.mark.parametrize(("rows", "compared"), [(5, [5]), (20, [20, 8, 4]), (100, [100, *[8] * 7])])
+def test_more_rows_are_compared_where_values_decide(
+    rows: int, compared: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    check = surgery.check_same
+
+    def counted(small: nn.Module, masked: nn.Module, example: Tensor, modes: tuple[str, ...]) -> None:
+        seen.append(len(example))
+        check(small, masked, example, modes)
+
+    monkeypatch.setattr(surgery, "check_same", counted)
+    for cls, wanted in ((Branch, compared), (Leftover, [rows])):
+        model, x = made(cls), noise(rows, 2)
+        sosp.shrink(model, sosp.Mask.from_removed(model, {"a": [0]}, x), x)
+        assert seen == wanted
+        seen.clear()
+
+
+@PATHS
+def test_what_differs_names_the_line_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = made(Branch), noise(5, 2)
+    mask = sosp.Mask.from_removed(model, {"a": [0], "b": [1]}, x)
+    monkeypatch.setattr(surgery, "set_zero", lambda small, *rest: nn.init.ones_(small.b.bias))
+    with pytest.raises(SurgeryError) as caught:
+        sosp.shrink(model, mask, x)
+    for word in ("out_features", f"__bool__ at {line_of(Branch, 'x.mean() > 0')}", "exclude=", "a, b", "sosp.masked"):
+        assert word in str(caught.value)
