@@ -18,6 +18,7 @@ from cases import EXAMPLES, Case, case
 from oracles import dense, gauss_newton
 from oracles.theta import thetas
 from sosp.batches import PAIR, Chunk, read, rebatch
+from sosp.errors import DataError
 
 METHODS = ("sosp-h", "sosp-i", "sosp-i-diagonal", "first-order", "exact")  # those that differentiate the loss
 # Ten examples summed in another order: relative errors of a few times 1e-16, and numbers of size 1.
@@ -316,3 +317,58 @@ def test_an_example_of_a_pair_is_named_by_its_row() -> None:
     chunks = list(read((torch.arange(600), torch.arange(600)), 300, None))
     assert all(c.where(i) == f"example {int(c.inputs[i])}" for c in chunks for i in range(c.size))
     assert {c.source for c in chunks} == {"the data"}
+
+
+# --- without targets: a list is a list of batches, however many
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("form", [list, iter, lambda batches: DataLoader(batches, batch_size=None)])
+def test_batches_of_inputs_are_batches_however_many(form: Any, count: int) -> None:
+    batches = [torch.randn(8, 3, 4, 4) + k for k in range(count)]
+    found = list(read(form(batches), None, None, alone=True))
+    assert [chunk.targets for chunk in found] == [None] * count
+    assert [chunk.origin for chunk in found] == [((k, 0, 8),) for k in range(count)]
+    assert all(torch.equal(chunk.inputs, x) for chunk, x in zip(found, batches, strict=True))
+
+
+@pytest.mark.parametrize("other", [(5, 3, 4, 4), (8, 3, 6, 6), (8, 1, 4, 4)], ids=str)
+def test_two_batches_of_inputs_need_not_be_of_one_size(other: tuple[int, ...]) -> None:
+    chunks = list(read([torch.zeros(8, 3, 4, 4), torch.zeros(other)], None, None, alone=True))
+    assert [chunk.size for chunk in chunks] == [8, other[0]]
+
+
+PAIRS: dict[str, Any] = {
+    "a tuple of two alike": lambda x: (x, x.flip(0)),
+    "a list with labels": lambda x: [x, torch.arange(8)],
+    "a list with numbers of another shape": lambda x: [x, torch.zeros(8)],
+    "a list with several inputs": lambda x: [(x, x), torch.zeros(8, 3, 4, 4)],
+}
+
+
+@pytest.mark.parametrize("form", PAIRS)
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_can_only_be_a_pair_is_one(form: str, alone: bool) -> None:
+    data = PAIRS[form](torch.randn(8, 3, 4, 4))
+    (chunk,) = read(data, None, None, alone=alone)
+    assert chunk.size == 8
+    assert torch.equal(chunk.targets, data[1])
+
+
+def test_two_batches_without_targets_are_refused_where_targets_are_needed() -> None:
+    c = case("mlp")
+    with pytest.raises(DataError, match=r"batch 0 is a Tensor.*One pair of tensors for all is a tuple"):
+        sosp.score(c.model, [c.inputs, c.inputs])
+
+
+def test_an_autoencoder_is_scored_and_repaired_with_both_batches() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6))
+    x = torch.randn(80, 6)
+    two, one = (
+        sosp.prune(model, data, ratio=0.5, method="sosp-obs", repair=True, loss="mse") for data in ([*x.split(40)], x)
+    )
+    assert two.saliency.examples == 80
+    assert two.repaired is not None
+    assert two.repaired.examples == 80
+    assert two.mask == one.mask

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,69 @@ def network(folder: Path, name: str, body: str) -> str:
 def test_unknown_names_suggest_the_nearest(words: tuple[str, ...], message: str, here: Path) -> None:
     assert message in refusal(*words)
     assert not (here / "runs").exists()
+
+
+def test_what_is_neither_a_run_nor_a_model_or_file(here: Path) -> None:
+    said = refusal("prune", "runs/nope", *DIGITS)
+    assert "there is no run 'runs/nope' (no such folder). And there is no model 'runs/nope'." in said
+    assert call("train", NET, *QUICK, "--epochs", "0", "--out", "runs/first").exit_code == 0
+    assert "Did you mean 'runs/first'? And there is no model" in refusal("finetune", "runs/frist")
+    assert refusal("count", "nofile.safetensors") == "nofile.safetensors: there is no such file."
+
+
+def test_a_width_of_nothing(here: Path) -> None:
+    (here / "zero.toml").write_text(TOML.replace("0.25", "0") + "[train]\nepochs = 1\n")
+    assert refusal("run", "zero.toml") == "zero.toml: [model] width=0.0: factors for widths must be above 0."
+    for words in (("train", NET, *DIGITS), ("count", NET)):
+        assert "width=0.0: factors for widths must be above 0." in refusal(*words, "--width", "0")
+    assert not (here / "runs").exists()
+
+
+# --- files of one's own ---------------------------------------------------------------------------------
+
+OWN = """from torch import nn
+def needs(n):
+    return nn.Linear(n, 2)
+class Net(nn.Module):
+    def __init__(self, wide):
+        super().__init__()
+def calls():
+    return needs()
+"""
+BROKEN = {
+    "own.py:needs": "own.py, line 2: TypeError: needs() missing 1 required positional argument: 'n'. It is called with",
+    "own.py:Net": "own.py, line 5: TypeError: Net.__init__() missing 1 required positional argument: 'wide'.",
+    "own.py:calls": "own.py, line 8: TypeError: needs() missing 1 required positional argument: 'n'.",
+    "syntax.py:make": "syntax.py, line 2: SyntaxError: invalid syntax.",
+    "imports.py:make": "syntax.py, line 2: SyntaxError: invalid syntax.",
+    "lacks.py:make": "lacks.py, line 2: ModuleNotFoundError: No module named 'no_such_module'.",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("words", [("count",), ("train", NET, "--schedule", "digits", "--data")], ids=["model", "data"])
+def test_an_error_in_a_file_of_ones_own_is_one_line(
+    words: tuple[str, ...], name: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (here / "own.py").write_text(OWN)
+    (here / "syntax.py").write_text("\ndef make(:\n    pass\n")
+    (here / "imports.py").write_text("import syntax\n")
+    (here / "lacks.py").write_text("\nimport no_such_module\n")
+    said = refusal(*words, name)
+    assert f"{name} does not run: " in said
+    assert f"{here}/{BROKEN[name]}" in said
+
+
+def test_a_bug_that_is_not_the_users_keeps_its_traceback(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "own.py").write_text(OWN)
+
+    def broken(name: str) -> None:
+        raise KeyError(name)
+
+    monkeypatch.setattr("sosp.models.own.function", broken)
+    with pytest.raises(KeyError):
+        call("count", "own.py:needs")
 
 
 # --- data -----------------------------------------------------------------------------------------------

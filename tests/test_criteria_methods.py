@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import sosp
 from cases import Case, case, names
 from sosp.criteria.method import NEEDS, Method, refuse_unsuited
-from sosp.errors import ArgumentError, DataError, StructureError
+from sosp.errors import ArgumentError, DataError, LossError, StructureError
 from sosp.records import SCOPES
 from sosp.structures import KINDS
 
@@ -269,3 +269,27 @@ def test_labels_that_are_missed() -> None:
         sosp.score(c.model, [(c.inputs,)])
     with pytest.raises(DataError, match="a loss of your own takes"):
         sosp.score(c.model, c.inputs, method="sosp-obs", loss=lambda f, y: f.square().sum(1))
+
+
+# --- without a loss -------------------------------------------------------------------------------------
+
+OF_THE_LOSS = ["sosp-h", "sosp-i", "first-order", "taylor", "fisher", "obd", "sosp-obs", "snip"]
+
+
+@pytest.mark.parametrize("method", OF_THE_LOSS)
+def test_labels_that_are_all_ignored_are_no_loss(method: str) -> None:
+    c = case("conv-bn")
+    ignored = torch.full_like(c.targets, -100)
+    said = rf"every label of the 10 examples is -100.* no loss at all.*method='{method}' is zero"
+    with pytest.raises(LossError, match=said):
+        sosp.score(c.model, (c.inputs, ignored), method=method)
+    with pytest.raises(LossError, match=said):
+        sosp.prune(c.model, [(c.inputs[:4], ignored[:4]), (c.inputs[4:], ignored[4:])], method=method)
+    ignored[-1] = 0  # one that counts is enough
+    assert sosp.score(c.model, (c.inputs, ignored), method=method).scores.any()
+
+
+@pytest.mark.parametrize("method", ["random", "hrank", "magnitude-l1"])
+def test_what_takes_no_loss_does_not_mind(method: str) -> None:
+    c = case("conv-bn")
+    assert sosp.score(c.model, (c.inputs, torch.full_like(c.targets, -100)), method=method).scores.any()

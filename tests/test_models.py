@@ -103,6 +103,15 @@ def test_a_missing_package_is_named(source: str, monkeypatch: pytest.MonkeyPatch
         models.make(source)
 
 
+def test_a_package_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist\\nmore')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    said = "torchvision is installed, but cannot be imported: RuntimeError: operator torchvision::nms does not exist. "
+    with pytest.raises(SospError, match=said):
+        models.make("torchvision:resnet18")
+
+
 def linear(name: str = "", *, num_classes: int = 1000, **more: Any) -> nn.Module:
     model = nn.Linear(2, num_classes)
     model.given = more  # type: ignore[assignment]

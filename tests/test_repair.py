@@ -352,6 +352,18 @@ def test_logits_are_fitted_for_their_probabilities() -> None:
     assert divergence(aware) < 0.9 * divergence(plain)
 
 
+def test_numbers_have_an_error_and_classes_agree() -> None:
+    model, small, x = randomly_cut("mlp")
+    found = sosp.repair(small, model, x, loss="mse")
+    assert not found.classes
+    errors = f"{1 - found.agreement_before:.4f} -> {1 - found.agreement_after:.4f}"
+    assert found.summary.endswith(f"error of the outputs {errors} of the original's variance")
+    assert "%" not in found.summary
+    classes = sosp.repair(small, model, x)
+    assert classes.classes
+    assert "agreement with the original " in classes.summary
+
+
 def test_what_it_prints() -> None:
     model, small, x = randomly_cut("conv-bn")
     text = str(sosp.repair(small, model, x)).splitlines()

@@ -186,3 +186,56 @@ def test_the_batches_of_inputs_that_are_not_finite_are_named() -> None:
     batches[1] = batches[1] * torch.nan
     with pytest.raises(DataError, match="'stem' is given or gives is not finite on batches 0 to 2:"):
         sosp.repair(small, model, batches)
+
+
+# --- code that looks at its inputs ------------------------------------------------------------------------
+
+
+class Forked(nn.Module):
+    """Which layers run, and how many sums come before others, depends on the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 12)
+        self.large, self.small = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.last, self.skip, self.head = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = self.stem(x).relu()
+        if bool(x.mean() > 1):
+            y = (self.large(start) + start + 1).relu()
+        else:
+            y = self.small(start).tanh()
+        return self.head((self.skip(y) + self.last(y)).relu())
+
+
+def forked() -> tuple[nn.Module, nn.Module, Tensor]:
+    """Every first batch of ten takes one way, every second the other."""
+    torch.manual_seed(0)
+    model, x = Forked(), torch.randn(20, 10, 6)
+    x[1::2] += 2
+    gone = {"stem": [0, 4], "last": [1, 2, 3], "skip": [1, 7]}
+    return model, sosp.shrink(model, sosp.Mask.from_removed(model, gone, x[0]), x[0]), x
+
+
+@pytest.mark.filterwarnings("ignore:the code decides by values")
+def test_layers_that_do_not_run_on_all_inputs_are_left_alone() -> None:
+    model, small, x = forked()
+    batches = [{"x": part} for part in x]  # which are never joined
+    found = sosp.repair(small, model, batches)
+    errors = {error.layer: error for error in found.layers}
+    for name in ("small", "last"):  # the latter is compared by a sum: the first one, or the third
+        assert "does not run on all of the inputs" in errors[name].why
+    for name in ("large", "small", "last"):
+        assert torch.equal(found.model.get_submodule(name).weight, small.get_submodule(name).weight), name
+    assert errors["head"].ridge is not None
+    with torch.no_grad():
+        before, after = (sum(float((net(y) - model(y)).square().sum()) for y in x) for net in (small, found.model))
+    assert after < before
+
+
+@pytest.mark.filterwarnings("ignore:the code decides by values")
+def test_inputs_that_all_take_one_way_are_fitted_to_as_ever() -> None:
+    model, small, x = forked()
+    found = sosp.repair(small, model, [{"x": part} for part in x[::2]])
+    assert [error.why for error in found.layers] == [""] * 5

@@ -161,6 +161,85 @@ def test_the_mask_of_all_rounds_is_that_of_the_network(name: str, budget: dict[s
     assert 0 < found.mask.chosen < found.mask.structures
 
 
+class Branches(nn.Module):
+    """Branches with biases that are worth little, one with its own gates: the first rounds empty them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 3, padding=1)
+        self.down, self.up = nn.Conv2d(12, 4, 3, padding=1), nn.Conv2d(4, 12, 3, padding=1)
+        self.body, self.squeeze, self.gate = nn.Conv2d(12, 12, 1), nn.Conv2d(12, 3, 1), nn.Conv2d(3, 12, 1)
+        self.last, self.head = nn.Conv2d(12, 16, 3), nn.Linear(16, 5)
+        with torch.no_grad():
+            for layer in (self.down, self.up, self.squeeze):
+                layer.weight.mul_(0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        x = x + self.up(self.down(x).relu())
+        y = self.body(x)
+        x = x + y * self.gate(self.squeeze(y.mean((2, 3), keepdim=True)).relu()).sigmoid()
+        return self.head(self.last(x).relu().mean((2, 3)))
+
+
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(x.shape) for name, x in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("groups", ["independent", "coupled"])
+def test_rounds_go_on_behind_a_layer_that_an_earlier_one_emptied(groups: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Branches().eval(), torch.randn(100, 3, 8, 8)
+    data = x, torch.arange(100) % 5
+    first = sosp.select(
+        sosp.score(model, data, structures=sosp.find_structures(model, x, groups=groups)), ratio=1 - 0.5**0.25
+    )
+    assert len(first.removed["down"]) == 4  # the first of four rounds
+    found = sosp.prune(model, data, ratio=0.5, groups=groups, repair=True, rounds=4)
+    assert abs(found.mask.ratio - 0.5) < 0.03
+    assert found.mask.removed["down"].tolist() == [0, 1, 2, 3]
+    # The network is the one that the mask stands for, with other numbers in it.
+    assert shapes(found.model) == shapes(sosp.shrink(model, found.mask, x))
+    assert sosp.count(found.model, x).params == sosp.count(model, x, found.mask).params == found.cost_after.params
+    assert off(found.model, model, x) < off(sosp.shrink(model, found.mask, x), model, x)
+    found.save(tmp_path / "small.safetensors")
+    assert torch.equal(sosp.load(tmp_path / "small.safetensors", model)(x), found.model(x))
+
+
+def test_a_layer_that_an_earlier_cut_emptied_stays_absent() -> None:
+    torch.manual_seed(0)
+    model, x = Branches().eval(), torch.randn(4, 3, 8, 8)
+    absent = Absent(sosp.find_structures(model, x))
+    mask = sosp.Mask.from_removed(model, {"down": range(4), "up": [0, 5]}, x)
+    absent.cut(sosp.trace(model, x), mask)
+    once = sosp.shrink(model, mask, x)
+    absent.cut(sosp.trace(once, x), sosp.Mask.from_removed(once, {"up": [0], "last": [3]}, x))
+    lacks = absent.mask().removed
+    assert {name: gone.tolist() for name, gone in lacks.items()} == {
+        "down": [0, 1, 2, 3],
+        "up": [0, 1, 5],
+        "last": [3],
+    }
+
+
+@pytest.mark.filterwarnings("ignore:the code decides by values")
+def test_a_layer_that_is_not_run_on_the_example_is_not_absent() -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(4, 6), nn.Linear(4, 6)
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head((self.one(x) if bool(x.mean() > 0) else self.other(x)).relu())
+
+    model, x = Either(), torch.rand(4, 4)
+    absent = Absent(sosp.find_structures(model, x))
+    absent.cut(sosp.trace(model, x), sosp.Mask.from_removed(model, {}, x))
+    absent.cut(sosp.trace(model, -x), sosp.Mask.from_removed(model, {}, -x))
+    assert absent.mask().removed == {}
+
+
 def test_what_is_absent() -> None:
     c = case("residual")
     structures = sosp.find_structures(c.model, c.inputs)

@@ -537,6 +537,18 @@ def test_the_step_and_its_rate_are_right(bad: int, tmp_path: Path) -> None:
     assert names(tmp_path)[-1:] == ([checkpoint(bad - 1)] if bad > 1 else [])
 
 
+@pytest.mark.parametrize("loader", [False, True])
+def test_inputs_that_are_no_numbers_are_not_blamed_on_the_rate(loader: bool) -> None:
+    x, y = examples(24)
+    x[17] = torch.nan
+    parts = [(x[i : i + 8], y[i : i + 8]) for i in (0, 8, 16)]
+    with pytest.raises(TrainingError, match=r"at step \d .*: check the data, not the rate") as caught:
+        run(plain(), None, replace(SHORT, batch=8), given=parts if loader else (x, y))
+    assert "Lower the rate" not in str(caught.value)
+    with pytest.raises(TrainingError, match="Lower the rate"):
+        run(plain(), None, replace(SHORT, rate=1e30, milestones=()))
+
+
 def test_weights_that_overflow_in_an_epochs_last_step_are_no_result(tmp_path: Path) -> None:
     """The loss was still a number, so only the weights show it."""
     x, y = examples(8)

@@ -97,7 +97,8 @@ def read(data: Any, examples: int | None, generator: torch.Generator | None, *, 
 
     A loader's own order decides which examples are taken (shuffle it); a pair of tensors is often sorted by
     class, so a subset is drawn with ``generator`` (by default the same one every time). ``alone``: inputs may come
-    without targets, as a tensor or as batches of them.
+    without targets, as a tensor or as batches of them. (inputs, targets) is a tuple: a list of tensors of one kind is
+    a list of batches, also when there are two.
     """
     if examples is not None and (not is_whole(examples) or examples < 1):
         raise ArgumentError(f"examples={examples!r} must be a positive whole number, or None for all the data.")
@@ -150,7 +151,7 @@ def _chunks(data: Any, examples: int | None, generator: torch.Generator | None, 
     if alone and isinstance(data, Tensor) and data.dim():
         parts = _split_pair(data, torch.zeros(len(data)), examples, generator)
         return (replace(chunk, targets=None) for chunk in parts)
-    if isinstance(data, (tuple, list)) and len(data) == 2 and _is_pair(*data):
+    if _is_pair(data):
         return _split_pair(_plain(data[0]), data[1], examples, generator)
     if isinstance(data, Mapping):
         return iter([_chunk(data, 0)])
@@ -162,8 +163,18 @@ def _chunks(data: Any, examples: int | None, generator: torch.Generator | None, 
     return (_chunk(batch, index, alone) for index, batch in enumerate(data))
 
 
-def _is_pair(inputs: Any, targets: Any) -> bool:
-    return isinstance(targets, Tensor) and targets.dim() > 0 and leading(_plain(inputs)) is not None
+def _is_pair(data: Any) -> bool:
+    """One pair (inputs, targets): a tuple, or a list of two that cannot both be inputs, such as images and labels."""
+    if not isinstance(data, (tuple, list)) or len(data) != 2:
+        return False
+    inputs, targets = data
+    fits = isinstance(targets, Tensor) and targets.dim() > 0 and leading(_plain(inputs)) is not None
+    return fits and not (isinstance(data, list) and _alike(inputs, targets))
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Two tensors that may be two batches of the same kind, of however many examples and of whatever size."""
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and (a.dtype, a.dim()) == (b.dtype, b.dim())
 
 
 def _split_pair(
@@ -208,6 +219,7 @@ def _chunk(batch: Any, index: int, alone: bool = False) -> Chunk:
         f"batch {index} is a {type(batch).__name__}"
         + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
         + "; each batch must be (inputs, targets) or a dict of the model's keyword arguments with 'labels'."
+        + (" One pair of tensors for all is a tuple: (inputs, targets)." if isinstance(batch, Tensor) else "")
     )
 
 

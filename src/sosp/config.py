@@ -59,6 +59,11 @@ class Model:
     )
     input: str | None = option(SHAPE, "Shape of one input, such as 3x32x32.", shown="the dataset's, or the network's")
 
+    def __post_init__(self) -> None:
+        for width in self.width.values() if isinstance(self.width, Mapping) else [self.width]:
+            if width is not None and not width > 0:
+                raise ArgumentError(f"width={self.width!r}: factors for widths must be above 0.")
+
     @property
     def shape(self) -> tuple[int, ...] | None:
         return None if self.input is None else tuple(map(int, self.input.split("x")))

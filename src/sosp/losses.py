@@ -93,11 +93,13 @@ def logits_of(outputs: Any) -> Tensor:
             return _real(found)
     if isinstance(outputs, (tuple, list)) and outputs and isinstance(outputs[0], Tensor):
         return _real(outputs[0])
+    names = f" with {', '.join(map(repr, outputs))}" if isinstance(outputs, Mapping) and outputs else ""
     raise OutputError(
-        f"the model returns a {type(outputs).__name__} and no logits were found in it (looked for a tensor, .logits, "
-        "['logits'], ['out'], the first of a tuple). Wrap the model to return its logits; or, for methods "
-        "that do without ('sosp-h', 'first-order'), give loss=a function of (outputs, targets) that returns one "
-        "loss per example."
+        f"the model returns a {type(outputs).__name__}{names} and no logits were found in it (looked for a tensor, "
+        ".logits, ['logits'], ['out'], the first of a tuple). Repair and methods of pairs ('sosp-i', 'sosp-obs') look "
+        "at them, whatever the loss is, and so does a loss by name. Wrap the model to return its logits: as a tensor, "
+        "or under the name 'logits'. With loss=a function of (outputs, targets) that returns one loss per "
+        "example, 'sosp-h' and 'first-order' do without, if repair is left out."
     )
 
 

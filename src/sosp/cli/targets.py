@@ -8,7 +8,7 @@ from typing import Any
 
 from sosp.checkpoint import inspect
 from sosp.cli.flags import Sections
-from sosp.errors import ArgumentError, RunError
+from sosp.errors import ArgumentError, RunError, nearest
 from sosp.mask import Mask
 from sosp.models import parse
 from sosp.runs import FILES, Record, is_run, network_of, read_record
@@ -22,7 +22,7 @@ def sections_for(word: str, given: Sections) -> tuple[Sections, Record | None]:
     named = _of_run(word)
     if named is None:
         _refuse_file(word)
-        parse(word)  # a run that is not there is no network either
+        _parsed(word)
         found["model"] = {"name": word, **given.get("model", {})}
         return found, None
     record, file = named
@@ -57,8 +57,20 @@ def _of_run(word: str) -> tuple[Record, Path] | None:
     return None
 
 
+def _parsed(word: str) -> None:
+    """Refuse what is neither a run nor a network."""
+    try:
+        parse(word)
+    except ArgumentError as error:
+        path = Path(word)
+        runs = [str(p) for p in path.parent.iterdir() if is_run(p)] if "/" in word and path.parent.is_dir() else []
+        raise ArgumentError(f"there is no run {word!r} (no such folder).{nearest(word, runs)} And {error}") from None
+
+
 def _refuse_file(word: str) -> None:
     if word.endswith(SUFFIXES):
+        if not Path(word).exists():
+            raise ArgumentError(f"{word}: there is no such file.")
         raise ArgumentError(
             f"{word}: does not say which network it is of. Name the network, and give this with --weights {word}"
         )

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from sosp import ranks
 from sosp.batches import Chunk, read, share
 from sosp.criteria import ccp, fisher, fpgm, hrank, learned, magnitude, obd, slimming, snip, sosp, surgeon, taylor
-from sosp.criteria.answers import answered
+from sosp.criteria.answers import Labels, answered
 from sosp.criteria.method import Method, Values, refuse_unsuited
 from sosp.criteria.options import Options
-from sosp.errors import ArgumentError, DataError, one_of
+from sosp.errors import ArgumentError, DataError, LossError, one_of
 from sosp.layers import width_of
-from sosp.losses import LossLike
+from sosp.losses import IGNORED, LossLike
 from sosp.losses import check as check_loss
 from sosp.passes import Problem, Terms
 from sosp.preserve import borrowed
@@ -33,6 +33,7 @@ LI = "Han et al., NeurIPS 2015; Li et al., Pruning Filters for Efficient ConvNet
 WANG = "Wang et al., EigenDamage: Structured Pruning in the Kronecker-Factored Eigenbasis, ICML 2019"
 ALL = ("filters", "blocks", "weights")
 FILTERS = ("filters",)
+NOTHING = 1e-200  # sosp-obs adds a smallest number to a matrix of zeros
 
 METHODS: dict[str, Method] = {
     "sosp-h": Method(sosp.sosp_h, "first order and the exact Hessian times all structures", SOSP, ALL),
@@ -149,9 +150,9 @@ def score(
 ) -> Saliency:
     """What removing each structure does to the loss, from ``examples`` examples of ``data``.
 
-    ``data``: a DataLoader or another iterable of (inputs, targets), a pair of tensors, or dict batches whose loss is
-    the model's own. Methods that look at weights alone do not read it: it may be None where structures are given. Those
-    that look at no label ("sosp-obs", "obd", "hrank") take a tensor or batches of inputs as well.
+    ``data``: a DataLoader or another iterable of (inputs, targets), a tuple of two tensors, or dict batches whose loss
+    is the model's own. Methods that look at weights alone do not read it: it may be None where structures are given.
+    Those that look at no label ("sosp-obs", "obd", "hrank") take a tensor or batches of inputs as well.
     ``loss``: ``"cross_entropy"``, ``"mse"`` or a function of (outputs, targets) that returns one loss per example.
     ``structures``: from ``find_structures``; filters gated at their features by default, coupled where the method
     needs it. ``objective``: how the terms are combined, see ``Saliency.scores`` and ``select``; "individual" where the
@@ -173,6 +174,8 @@ def score(
         if structures is not None:
             check_structures(model, structures, method)
         chunks = _chunks(data, examples, generator, chosen) if chosen.data or structures is None else iter(())
+        labels = Labels(loss)
+        chunks = labels.noted(chunks)
         if not chosen.labels:
             chunks = (answered(model, chunk, loss) for chunk in chunks)
         if structures is None:
@@ -183,7 +186,20 @@ def score(
             check_structures(model, structures, method)
         mine = share(chunks, ranks.rank(), ranks.ranks())
         found = chosen.run(Problem(model, structures, loss, mine, examples), Options(classes, generator))
-    return _saliency(found, structures, method, next(model.parameters()).dtype, objective)
+    saliency = _saliency(found, structures, method, next(model.parameters()).dtype, objective)
+    if labels.are_ignored:
+        _refuse_zeros(saliency)
+    return saliency
+
+
+def _refuse_zeros(saliency: Saliency) -> None:
+    """Of labels that are all ignored; a network may well have none but zeros of its own."""
+    terms = (saliency.first, saliency.second, saliency.pairs, saliency.values)
+    if not any(bool((t.abs() > NOTHING).any()) for t in terms if t is not None):
+        raise LossError(
+            f"every label of the {saliency.examples:,} examples is {IGNORED}, which cross-entropy ignores: there is no "
+            f"loss at all, and every saliency of method={saliency.method!r} is zero. Give labels."
+        )
 
 
 def _chunks(data: Any, examples: int | None, generator: torch.Generator | None, method: Method) -> Iterator[Chunk]:

@@ -1,15 +1,36 @@
-"""Inputs without targets, for methods that do not look at them: the network's own answers stand in their place."""
+"""Targets: whether any of them counts; where there are none, the network's own answers stand in their place."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sosp.batches import Chunk
 from sosp.errors import DataError
-from sosp.losses import LossLike, classes_axis, logits_of
+from sosp.losses import IGNORED, LossLike, classes_axis, logits_of
+
+
+class Labels:
+    """Whether there was one that counts."""
+
+    def __init__(self, loss: LossLike) -> None:
+        self.loss = loss
+        self.seen = self.counts = False
+
+    def noted(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """The same chunks."""
+        for chunk in chunks:
+            if isinstance(chunk.targets, Tensor):
+                self.seen = True
+                self.counts = self.counts or bool((chunk.targets != IGNORED).any())
+            yield chunk
+
+    @property
+    def are_ignored(self) -> bool:
+        return self.loss == "cross_entropy" and self.seen and not self.counts
 
 
 def answered(model: nn.Module, chunk: Chunk, loss: LossLike) -> Chunk:

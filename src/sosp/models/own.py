@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from sosp.errors import ArgumentError
+from sosp.models.blame import users_code
 from sosp.models.source import Source
 from sosp.nets import Width
 from sosp.usercode import function
@@ -15,7 +16,8 @@ from sosp.usercode import function
 def _make(name: str, classes: int | None, width: Width) -> Any:
     if classes is not None:
         raise ArgumentError(f"classes is not for {name!r}, which is called without arguments.")
-    return function(name)()
+    with users_code(name):
+        return function(name)()
 
 
 def _example(name: str, model: nn.Module) -> Any:

@@ -33,6 +33,12 @@ def package(name: str) -> ModuleType:
         if error.name != name:
             raise SospError(f"{name} cannot be imported: it needs {error.name}: pip install {error.name}") from error
         raise SospError(f"{name} is not installed: pip install {name}") from error
+    except Exception as error:  # whatever a package does when it is imported
+        text = next(iter(str(error).splitlines()), "").removesuffix(".")
+        raise SospError(
+            f"{name} is installed, but cannot be imported: {type(error).__name__}: {text}. "
+            f"Does it belong to this version of torch (python -c 'import {name}')?"
+        ) from error
 
 
 def check_known(source: str, name: str, names: Iterable[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 from sosp import models
 from sosp.batches import call
 from sosp.checkpoint import inspect
-from sosp.config import Config, Pruning, Training
+from sosp.config import Config, Data, Pruning, Training
 from sosp.criteria import METHODS, check_structures
 from sosp.data import Dataset
 from sosp.data import load as load_data
@@ -22,6 +22,7 @@ from sosp.errors import ArgumentError, CheckpointError, DataError, DisconnectedE
 from sosp.learned.slimming import scales_of
 from sosp.losses import logits_of
 from sosp.mask import Mask
+from sosp.models.blame import users_code
 from sosp.records import Saliency, Structures
 from sosp.runs import is_run, network_of
 from sosp.selection import select
@@ -74,12 +75,12 @@ def prepare(config: Config) -> Job:
     check_stages(config)
     device = device_of(config.run.device)
     models.parse(config.model.name)
-    data = None if config.data.name is None else load_data(config.data.name, config.data.folder)
-    if config.data.name is None and config.data.folder is not None:
-        raise ArgumentError("a folder of data without its name: which dataset is it?")
+    data = _loaded(config.data)
     config = _filled(config, data)
     model = config.model
-    original = models.make(model.name, classes=model.classes, width=model.width or 1.0, seed=config.run.seed)
+    original = models.make(
+        model.name, classes=model.classes, width=1.0 if model.width is None else model.width, seed=config.run.seed
+    )
     start = original if model.weights is None else models.weighted(original, model.weights)
     start, example = start.to(device), moved(_example(config, original, data), device)
     if data is not None:
@@ -87,6 +88,16 @@ def prepare(config: Config) -> Job:
     job = Job(config, original, start, data, example, device)
     check_job(job)
     return job
+
+
+def _loaded(chosen: Data) -> Dataset | None:
+    if chosen.name is None:
+        if chosen.folder is not None:
+            raise ArgumentError("a folder of data without its name: which dataset is it?")
+        return None
+    given = "without arguments (--data-dir would be one)" if chosen.folder is None else "with the folder alone"
+    with users_code(chosen.name, given) if ":" in chosen.name else nullcontext():
+        return load_data(chosen.name, chosen.folder)
 
 
 def absolute(config: Config) -> Config:

@@ -26,8 +26,11 @@ class Absent:
         layout = flow.layout(flow.removed(mask.removed, mask.places))
         emptied = {d.module for d in flow.graph.dense.values() if d.weight in layout.emptied}
         for name, numbers in self.left.items():
-            calls = flow.graph.calls.get(name, ()) if name not in emptied else ()
-            self.left[name] = numbers[stay(layout.counts, calls[0].given)] if calls else numbers[:0]
+            if name in emptied:
+                self.left[name] = numbers[:0]
+            # What stands in for a layer emptied before has no channel of it; one that is not run on the example stays.
+            elif len(numbers) and name in flow.graph.calls:
+                self.left[name] = numbers[stay(layout.counts, flow.graph.calls[name][0].given)]
 
     def mask(self) -> Mask:
         """Of all structures no channel of which is there: rows that only fill up a group are not."""

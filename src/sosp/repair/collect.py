@@ -92,42 +92,59 @@ class Collector:
         self.model, self.parts, self.positions, self.memory = model, parts, positions, memory
 
     def values(self, tasks: Sequence[Task], small: bool) -> dict[str, Seen]:
-        """Of every task, what is compared; in the small network, also what the layers are given."""
+        """Of every task, what is compared; in the small network, also what the layers are given.
+
+        Where the code looks at its inputs to decide what it does, a layer may not run on some of them: it is left out.
+        """
         found = {task.layer: Seen([], [], [], []) for task in tasks}
         listener = Listener(self.model)
         with listener.hooked():
             for part in self.parts:
                 with self._remembered(tasks[0].number, part, listener):
-                    listener.listen(self._wanted(tasks, part, found, small), part.chunk.run)
-        _check_finite(self.parts, tasks, found)
-        return found
+                    listener.listen(self._wanted(tasks, part, found, small, listener), part.chunk.run)
+        whole = [task for task in tasks if found[task.layer].is_whole(task, len(self.parts), small)]
+        _check_finite(self.parts, whole, found)
+        return {task.layer: found[task.layer] for task in whole}
 
     def _remembered(self, layer: int, part: Part, listener: Listener) -> AbstractContextManager[None]:
         return nullcontext() if self.memory is None else self.memory.used(layer, part.number, listener)
 
     def _wanted(
-        self, tasks: Sequence[Task], part: Part, found: Mapping[str, Seen], small: bool
+        self, tasks: Sequence[Task], part: Part, found: Mapping[str, Seen], small: bool, listener: Listener
     ) -> dict[str | int, list[Taking]]:
         wanted: dict[str | int, list[Taking]] = {}
         for task in tasks:
             seen = found[task.layer]
-            self._look(wanted, task, seen.values, self._spots(task, part), small)
+            self._look(wanted, task, seen.values, self._spots(task, part), small, listener)
             if small:
                 wanted.setdefault(task.layer, []).append(self._inputs(task, part, seen))
             if task.feed is not None:
-                self._look(wanted, task.feed.task, seen.behind, self._drawn(task, part), small)
+                self._look(wanted, task.feed.task, seen.behind, self._drawn(task, part), small, listener)
         return wanted
 
     def _look(
-        self, wanted: dict[str | int, list[Taking]], task: Task, found: list[Tensor], rows: Rule, small: bool
+        self,
+        wanted: dict[str | int, list[Taking]],
+        task: Task,
+        found: list[Tensor],
+        rows: Rule,
+        small: bool,
+        listener: Listener,
     ) -> None:
         point = task.here if small else task.there
         places = point.trail.places if small else point.trail.places[task.origin]
+        starts: list[int] = []  # additions made when the layer was done: with another number of them, others follow
+
+        def done(used: Use | None, output: Tensor) -> None:
+            starts.append(listener.sums)
 
         def taking(used: Use | None, output: Tensor) -> None:
-            values = take(output, point.axis, places.clamp_min(0), rows(output, point.axis)[0])
-            found.append(values.masked_fill(~task.live, 0))
+            if point.sum is None or starts == [point.start]:
+                values = take(output, point.axis, places.clamp_min(0), rows(output, point.axis)[0])
+                found.append(values.masked_fill(~task.live, 0))
 
+        if point.sum is not None:
+            wanted.setdefault(point.layer, []).append(done)
         wanted.setdefault(point.module if point.sum is None else point.sum, []).append(taking)
 
     def _inputs(self, task: Task, part: Part, found: Seen) -> Taking:
@@ -179,6 +196,11 @@ class Seen:
     where: list[Tensor]  # (R,)
     behind: list[Tensor]  # (R', C') of the layer that reads it
 
+    def is_whole(self, task: Task, parts: int, small: bool) -> bool:
+        """Every part has given what the task wants."""
+        wanted = [self.values, *([self.inputs] if small else []), *([] if task.feed is None else [self.behind])]
+        return all(len(values) == parts for values in wanted)
+
     def rows(self, target: Seen, chosen: list[int]) -> Rows:
         """Equations of some parts."""
         now, wanted = (torch.cat([x.values[k] for k in chosen]) for x in (self, target))
@@ -188,6 +210,8 @@ class Seen:
 def _check_finite(parts: Sequence[Part], tasks: Sequence[Task], found: Mapping[str, Seen]) -> None:
     """All at once: a GPU would wait for every single answer."""
     named = [pair for task in tasks for pair in _named(task, found[task.layer])]
+    if not named:
+        return
     fine = [torch.isfinite(values[k]).all() for k in range(len(parts)) for _, values in named]
     for number, good in enumerate(torch.stack(fine).tolist()):
         if not good:

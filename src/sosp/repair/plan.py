@@ -58,7 +58,7 @@ class Pair:
         return self.here.homes == self.there.homes
 
 
-def seen(small: nn.Module, model: nn.Module, recipes: tuple[Recipe, ...], chunk: Chunk) -> Pair:
+def run_both(small: nn.Module, model: nn.Module, recipes: tuple[Recipe, ...], chunk: Chunk) -> Pair:
     """Run both once."""
     try:
         there, _ = follow_layers(model, chunk.run)

@@ -24,7 +24,7 @@ from sosp.repair.level import level
 from sosp.repair.measures import Measure, divergence, squares
 from sosp.repair.memory import Memory
 from sosp.repair.pairs import recipes_between
-from sosp.repair.plan import seen, tasks_of, together
+from sosp.repair.plan import run_both, tasks_of, together
 from sosp.repair.result import LayerError, Repaired
 from sosp.repair.ridge import Fit, Standardised, fit
 from sosp.repair.through import Through
@@ -32,6 +32,7 @@ from sosp.repair.trails import Trails
 from sosp.repair.write import takes_shift, write
 
 TARGETS = 2**30  # bytes of the original's values that are held at once
+UNSTEADY = "it, or what it is compared by, does not run on all of the inputs"
 
 
 def repair(
@@ -63,7 +64,7 @@ def repair(
     chunks = chunks_of(data, examples, home(small), seed)
     twin = copy.deepcopy(small)
     with borrowed(model), borrowed(twin), torch.no_grad():
-        pair = seen(twin, model, recipes, chunks[0].rows(0, min(4, chunks[0].size)))
+        pair = run_both(twin, model, recipes, chunks[0].rows(0, min(4, chunks[0].size)))
         parts = parts_of(chunks, pair.widest, home(small))
         tasks, left = tasks_of(pair, parts)
         found = _repaired(Work(twin, model, parts, loss, Positions(seed), pair.here), tasks, sweeps)
@@ -72,7 +73,7 @@ def repair(
     known = {error.layer: error for error in found.errors}
     layers = [known.get(n) or LayerError(n, 0.0, 0.0, None, 0, 0, left[n]) for n in pair.here.order]
     total, seconds = sum(part.chunk.size for part in parts), time.perf_counter() - started
-    return Repaired(twin, tuple(layers), found.before, found.after, total, seconds)
+    return Repaired(twin, tuple(layers), found.before, found.after, total, seconds, found.classes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +113,7 @@ class Done:
     errors: list[LayerError]
     before: float
     after: float
+    classes: bool
 
 
 def _repaired(work: Work, tasks: Sequence[Task], sweeps: int) -> Done:
@@ -124,11 +126,11 @@ def _repaired(work: Work, tasks: Sequence[Task], sweeps: int) -> Done:
         errors = list(_sweep(work, tasks))
     after = Likeness.of(answers(work.small, work.parts), theirs, measure, classes=classes)
     if after.error < before.error:
-        return Done(
-            {n: x.clone() for n, x in work.small.state_dict().items()}, errors, before.agreement, after.agreement
-        )
-    kept = [replace(e, after=e.before, ridge=None, why="all layers together did not help") for e in errors]
-    return Done(old, kept, before.agreement, before.agreement)
+        state = {n: x.clone() for n, x in work.small.state_dict().items()}
+        return Done(state, errors, before.agreement, after.agreement, classes)
+    why = "all layers together did not help"
+    kept = [replace(e, after=e.before, ridge=None, why=e.why or why) for e in errors]
+    return Done(old, kept, before.agreement, before.agreement, classes)
 
 
 def _sweep(work: Work, tasks: Sequence[Task]) -> Iterator[LayerError]:
@@ -139,7 +141,11 @@ def _sweep(work: Work, tasks: Sequence[Task]) -> Iterator[LayerError]:
         for group in track(list(together(some)), "repair"):
             now = Collector(work.small, work.parts, work.positions, memory).values(group, small=True)
             for task in group:
-                yield _refit(work, task, now.pop(task.layer), targets.pop(task.layer))
+                seen, target = now.pop(task.layer, None), targets.pop(task.layer, None)
+                if seen is None or target is None:
+                    yield LayerError(task.layer, 0.0, 0.0, None, 0, 0, UNSTEADY)
+                else:
+                    yield _refit(work, task, seen, target)
 
 
 def _within(tasks: Sequence[Task], inputs: int) -> Iterator[list[Task]]:

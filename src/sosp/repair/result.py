@@ -34,6 +34,7 @@ class Repaired:
     agreement_after: float
     examples: int  # inputs, those held out among them
     seconds: float
+    classes: bool = True  # answers are classes; otherwise numbers, and what agrees is a share of their variance
 
     @property
     def summary(self) -> str:
@@ -41,9 +42,16 @@ class Repaired:
         refitted = sum(x.ridge is not None for x in self.layers)
         return (
             f"repaired: {refitted} of {len(self.layers)} layers refitted on {self.examples:,} inputs in "
-            f"{self.seconds:.1f} s; agreement with the original {self.agreement_before:.1%} -> "
-            f"{self.agreement_after:.1%}"
+            f"{self.seconds:.1f} s; {self._outputs}"
         )
+
+    @property
+    def _outputs(self) -> str:
+        """Of numbers the error, which has no upper end: a share that agrees would be far below zero."""
+        before, after = self.agreement_before, self.agreement_after
+        if self.classes:
+            return f"agreement with the original {before:.1%} -> {after:.1%}"
+        return f"error of the outputs {1 - before:.4f} -> {1 - after:.4f} of the original's variance"
 
     def __str__(self) -> str:
         """A line per layer."""

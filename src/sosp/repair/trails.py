@@ -45,6 +45,7 @@ class Point:
     layer: str
     axis: int  # of the channels
     trail: Trail
+    start: int = 0  # so many additions had been made when the layer was done
     sum: int | None = None  # behind this addition, counted from 0; else behind its norm, or the layer itself
     clip: Range = EVERYTHING  # what is outside of this range makes no difference to all that follows
     needs: int = -1  # the last layer that must be repaired before it: it feeds this one, or what this is added to
@@ -194,7 +195,7 @@ class Trails(Watch):
         y.age, y.trails = len(self.order), {name: trail}
         self.given[name], self.made[name], self.weights[name] = x, y, self.used
         self.order.append(name)
-        self.move(name, y, Point(name, channel_axis(module, y.tensor), trail, needs=x.age))
+        self.move(name, y, Point(name, channel_axis(module, y.tensor), trail, len(self.sums), needs=x.age))
 
     def norm(self, name: str, module: Any, x: Value, y: Value) -> None:
         scale = scale_of(module)

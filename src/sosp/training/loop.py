@@ -9,6 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
 from sosp import ranks
 from sosp.batches import first_rows
 from sosp.data.source import generator
@@ -182,19 +186,25 @@ class Job:
     def _refuse_nonsense(self, weights: bool = False) -> None:
         for name, learner in self.learners.items():
             if (bad := int(learner.bad)) >= 0:
-                raise TrainingError(self._complaint(f"the loss{_of(name)} is no finite number", bad))
+                raise TrainingError(self._complaint(f"the loss{_of(name)} is no finite number", name, bad))
             if weights and not learner.is_finite():
                 raise TrainingError(
-                    self._complaint(f"the weights{_of(name)} are no finite numbers", int(learner.count) - 1)
+                    self._complaint(f"the weights{_of(name)} are no finite numbers", name, int(learner.count) - 1)
                 )
 
-    def _complaint(self, what: str, step: int) -> str:
+    def _complaint(self, what: str, name: str, step: int) -> str:
         known = state.files(self.saving.folder) if self.saving.folder is not None else []
         last = f"The last good checkpoint is {known[0]}." if known else "There is no checkpoint of this training yet."
         where = f"step {step + 1} (epoch {step // self.steps + 1})"
-        return (
-            f"{what} at {where}, with rate {self._rate(step):g}. {last} Lower the rate, or let it rise slowly (warmup)."
-        )
+        return f"{what} at {where}, with rate {self._rate(step):g}. {last} {self._advice(name, step)}"
+
+    def _advice(self, name: str, step: int) -> str:
+        """The data is read once more: no rate helps against inputs that are no numbers."""
+        feed = dict(zip(self.learners, self.feeds, strict=True))[name]
+        batch = next(feed.epoch(*divmod(step, self.steps)), None)
+        if batch is not None and not _are_finite(batch.inputs):
+            return "Inputs of that step are no finite numbers (NaN, or infinite): check the data, not the rate."
+        return "Lower the rate, or let it rise slowly (warmup)."
 
     # --- the end of an epoch --------------------------------------------------------------------------------
 
@@ -212,7 +222,7 @@ class Job:
             seconds, test = self.place.seconds, self._test(learner)
             if number + 1 == self.schedule.epochs and test is not None and not math.isfinite(test.loss):
                 what = f"the loss{_of(name)} on the test data is no finite number"
-                raise TrainingError(self._complaint(what, int(learner.count) - 1))
+                raise TrainingError(self._complaint(what, name, int(learner.count) - 1))
             epoch = Epoch(number + 1, loss / examples, right / examples, test, rate, seconds, examples / seconds)
             self.history[name].append(epoch)
             if self.told.on_epoch is not None:
@@ -247,3 +257,7 @@ class Job:
 def _of(name: str) -> str:
     """Which network, where there are several."""
     return f" of {name!r}" if name else ""
+
+
+def _are_finite(inputs: Any) -> bool:
+    return all(bool(torch.isfinite(x).all()) for x in tree_leaves(inputs) if isinstance(x, Tensor))
