@@ -375,14 +375,15 @@ def test_the_index_counts_verdicts_and_seeds(results: Path) -> None:
 
     heads, line = counted(*SOME.claims)
     row = dict(zip(heads, line, strict=True))
-    assert (row["claim"], row["confirmed"], row["seeds in favour"]) == ("second order helps (line 34)", "1", "3 of 3")
+    assert (row["claim"], row["by"]) == ("second order helps (line 34)", "final")
+    assert (row["found"], row["seeds in favour"]) == ("1 confirmed", "3 of 3")
     assert row["methods"] == "sosp-h; first-order"
     turned = Claim("second order helps", 34, "first-order", "sosp-h")
     heads, first, second = counted(*SOME.claims, *SOME.claims, turned)
     row = dict(zip(heads, first, strict=True))
-    assert (row["confirmed"], row["contradicted"], row["seeds in favour"]) == ("2", "–", "6 of 6")
+    assert (row["found"], row["seeds in favour"]) == ("2 confirmed", "6 of 6")
     row = dict(zip(heads, second, strict=True))
-    assert (row["confirmed"], row["contradicted"], row["seeds in favour"]) == ("–", "1", "0 of 3")
+    assert (row["found"], row["seeds in favour"]) == ("1 contradicted", "0 of 3")
     heads, line = counted(replace(turned, relation="equal"))
     assert "seeds in favour" not in heads
 

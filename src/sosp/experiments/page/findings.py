@@ -33,6 +33,7 @@ WORDS = {
     "recalibrated": "the accuracy with batch norm statistics taken anew, before fine-tuning",
     "seconds": "seconds",
 }
+SHORT = {**{name: name for name in WORDS}, "zeroed": "θ∖M", "recalibrated": "renewed"}  # as tables call them
 RULE = (
     "Two methods are compared seed by seed, which gives both the same examples and the same order of training. A claim "
     f"that one is better is confirmed where the mean of the differences is larger than {BEYOND} of their standard "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -18,8 +19,8 @@ from sosp.experiments.page.findings import (
     LOST,
     OPEN,
     RULE,
+    SHORT,
     VERDICTS,
-    WORDS,
     Finding,
     departures,
     findings,
@@ -47,6 +48,8 @@ READ = """## How to read it
   `features` is what comes out of it, behind its batch norm ([gates](../ideas/gates.md)).
 - **Asked for** is what was to be removed, as a share of all structures, or to be left; **examples** is how many
   training images a method scored with; **cap** is the largest share that one layer may lose.
+- **Accuracies**: *final* after fine-tuning and the *best* on the way; before it, *θ∖M* with the weights of removed
+  structures zeroed, *cut* of the network that is built, *renewed* of the same with batch norm statistics taken anew.
 - **Random** is pruning at random; **guessing** is what a network does that knows nothing.
 - **A seed** draws the examples and the order of the fine-tuning; all seeds of a row begin with the same network unless
   the page says otherwise. Scores on a GPU and on a CPU differ in their last digits, and with them a few of the
@@ -93,6 +96,7 @@ def index(experiments: Sequence[Experiment], results: Path) -> str:
 def _said(experiments: Sequence[Experiment], results: Path) -> list[str]:
     """How often every claim holds, where it does and where not, and which accuracies differ: all in one place."""
     counted: list[list[str]] = []
+    decided = False
     apart: list[str] = []
     good: list[str] = []
     against: list[str] = []
@@ -100,22 +104,22 @@ def _said(experiments: Sequence[Experiment], results: Path) -> list[str]:
         found = rows(experiment, results)
         said, link = list(findings(experiment, found)), f"[{experiment.name}]({experiment.name}.md)"
         counted += _counted(link, said)
+        decided |= any(finding.verdict != OPEN for finding in said)
         for lines, chosen in ((good, lambda f: f.verdict == GOOD), (against, is_refuted)):
             part = [finding for finding in said if chosen(finding)]
             lines += [f"### {link}", "", *claims(part)] if part else []
         if count := len(list(departures(found, experiment.beside))):
             apart.append(f"- {link}: {count}")
-    if not any(cell != "–" for line in counted for head, cell in zip(HEADS, line, strict=True) if head in DECIDED):
-        against = against or ["Nothing is measured with enough seeds yet, so that no claim is decided.", ""]
-    lines = ["## What the paper claims", "", *table(HEADS, counted, left=4), "", RULE, ""] if counted else []
+    if not decided:
+        against = ["Nothing is measured with enough seeds yet, so that no claim is decided.", ""]
+    lines = ["## What the paper claims", "", *table(HEADS, counted, left=5), "", RULE, ""] if counted else []
     lines += ["## What we could confirm", "", *good] if good else []
     lines += ["## What we could not confirm", "", *(against or ["Of the claims that are decided, all hold.", ""])]
     words = f"On their pages, by {FAR}:"
     return [*lines, *(["## Accuracies that differ from the paper's", "", words, "", *apart, ""] if apart else [])]
 
 
-HEADS = ("claim", "methods", "by", "experiment", *VERDICTS, "seeds in favour")
-DECIDED = [verdict for verdict in VERDICTS if verdict != OPEN]
+HEADS = ("claim", "methods", "by", "experiment", "found", "seeds in favour")
 
 
 def _counted(link: str, said: Sequence[Finding]) -> list[list[str]]:
@@ -124,17 +128,17 @@ def _counted(link: str, said: Sequence[Finding]) -> list[list[str]]:
     for finding in said:
         claim = finding.claim
         text = claim.text if claim.line is None else f"{claim.text} (line {claim.line})"
-        groups.setdefault((text, f"{claim.method}; {claim.other}", WORDS[claim.by]), []).append(finding)
+        groups.setdefault((text, f"{claim.method}; {claim.other}", SHORT[claim.by]), []).append(finding)
     return [[*key, link, *_counts(found)] for key, found in groups.items()]
 
 
 def _counts(found: Sequence[Finding]) -> list[str]:
     """Of every verdict; and of how many pairs of runs that are above guessing the first is the better one."""
-    verdicts = [finding.verdict for finding in found]
+    verdicts = Counter(finding.verdict for finding in found)
     better = [f for f in found if f.claim.relation == "better" and f.verdict != LOST]
     points = [points for finding in better for points in finding.differences]
     ahead = f"{sum(p > 0 for p in points)} of {len(points)}" if points else "–"
-    return [*(str(verdicts.count(verdict) or "–") for verdict in VERDICTS), ahead]
+    return [", ".join(f"{verdicts[v]} {v}" for v in VERDICTS if verdicts[v]), ahead]
 
 
 def write(experiments: Sequence[Experiment], results: Path, folder: Path) -> list[Path]:
