@@ -176,6 +176,30 @@ def test_where_every_layer_ran_there_is_a_warning() -> None:
         sosp.find_structures(made(Skips), noise(5))
 
 
+class Sentences(nn.Module):
+    """Looks at which words are padding, as transformers do; with ``deep`` at what the layers made of them."""
+
+    def __init__(self, deep: bool) -> None:
+        super().__init__()
+        self.words, self.b, self.head, self.deep = nn.Embedding(9, 6), nn.Linear(6, 8), nn.Linear(8, 3), deep
+        self.register_buffer("places", torch.arange(5))
+
+    def forward(self, words: Tensor) -> Tensor:
+        there = (words > 0) & (self.places < 4)
+        y = self.b(self.words(words))
+        if (y if self.deep else there.float()).sum() != 0.5:
+            y = y * there.float().unsqueeze(-1)
+        return self.head(y.relu().mean(1))
+
+
+def test_a_look_at_what_is_padding_needs_no_warning() -> None:
+    words = torch.randint(0, 9, (4, 5), generator=torch.Generator().manual_seed(0))
+    model = Sentences(deep=False)
+    assert len(sosp.find_structures(model, words)) == 8  # warnings are errors here
+    with pytest.warns(PathWarning, match="decides by values"):
+        sosp.find_structures(Sentences(deep=True), words)
+
+
 @PATHS
 def test_where_the_cut_itself_changes_the_way_both_ways_work() -> None:
     """Without most of its channels the first layer gives little: the smaller network, and the masked one, skip."""

@@ -32,6 +32,7 @@ class Book:
         self.stack: list[str] = []  # the modules we are in
         self.lost: dict[int, str] = {}  # id of a tensor -> the op that made it of channels which it mixed
         self.fed: set[int] = set()  # ids of the tensors that depend on the network's input
+        self.computed: set[int] = set()  # of those that more than its whole numbers have a part in
 
     @property
     def module(self) -> str:
@@ -41,11 +42,21 @@ class Book:
         """What is computed from a tensor that depends on the input depends on it as well."""
         if any(id(x) in self.fed for x in given):
             self.fed.update(id(x) for x in outputs)
+            if any(id(x) in self.computed or (id(x) in self.names and x.is_floating_point()) for x in given):
+                self.computed.update(id(x) for x in outputs)
+
+    def begin(self, x: Tensor) -> None:
+        """An input of the network."""
+        self.put(x, None)
+        self.fed.add(id(x))
+        if x.is_floating_point() or x.is_complex():
+            self.computed.add(id(x))
 
     def decided(self, op: str, tensors: list[Tensor], shape: bool = False) -> None:
         """The code looks at these, by an op that gives it numbers or as many rows as it finds."""
         if any(id(x) in self.fed for x in tensors):
-            self.graph.decisions.append(Decision(op, user_line(), self.module, shape))
+            given = not any(id(x) in self.computed for x in tensors)
+            self.graph.decisions.append(Decision(op, user_line(), self.module, shape, given))
 
     def mixed(self, leaves: Sequence[Any]) -> str:
         """The op that mixed the channels of which one of these was made; nothing where there is none."""

@@ -108,6 +108,7 @@ class Decision:
     where: str
     module: str
     shape: bool  # not at the numbers themselves: how many there are (``nonzero``)
+    given: bool  # at whole numbers of the input alone, as masks of sentences are: no layer has a part in them
 
 
 @dataclass(frozen=True)

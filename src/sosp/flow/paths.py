@@ -91,7 +91,7 @@ def _straight(module: str, crooked: set[str]) -> str | None:
 
 def warning(decisions: Iterable[Decision], absent: tuple[str, ...]) -> str | None:
     """What to tell the user of a network that decides by values; None where there is nothing to tell."""
-    found = [d for d in decisions if absent or not d.shape]
+    found = [d for d in decisions if absent or not (d.shape or d.given)]
     if not found:
         return None
     lines = listed(tuple(dict.fromkeys(f"{d.op} at {d.where}" for d in found)))

@@ -60,8 +60,7 @@ class Tracer(TorchFunctionMode):
         self.inputs: dict[str, Any] = {}  # module -> the arguments of its last call
         self.resting = False
         for x in tensors_of(inputs):
-            self.book.put(x, None)
-            self.book.fed.add(id(x))
+            self.book.begin(x)
 
     # -- every op passes here --------------------------------------------------------------------------------------
 
