@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import sosp
-from sosp import surgery
+from sosp import surgery, verify
 from sosp.errors import StructureError, SurgeryError
 from sosp.flow.paths import PathWarning
 
@@ -257,19 +257,19 @@ def test_a_mask_of_a_layer_that_another_example_does_not_run() -> None:
 
 
 @PATHS
-@pytest.mark.parametrize(("rows", "compared"), [(5, [5]), (20, [20, 8, 4]), (100, [100, *[8] * 7])])
+@pytest.mark.parametrize(("rows", "compared"), [(5, [5]), (20, [8, 8, 4]), (100, [8] * 8)])
 def test_more_rows_are_compared_where_values_decide(
     rows: int, compared: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    check = surgery.check_same
+    check = verify._check_rows
 
-    def counted(small: nn.Module, masked: nn.Module, example: Tensor, modes: tuple[str, ...]) -> None:
-        seen.append(len(example))
-        check(small, masked, example, modes)
+    def counted(small: nn.Module, masked: nn.Module, inputs: Tensor, modes: tuple[str, ...]) -> None:
+        seen.append(len(inputs))
+        check(small, masked, inputs, modes)
 
-    monkeypatch.setattr(surgery, "check_same", counted)
-    for cls, wanted in ((Branch, compared), (Leftover, [rows])):
+    monkeypatch.setattr(verify, "_check_rows", counted)
+    for cls, wanted in ((Branch, compared), (Leftover, compared[:1])):
         model, x = made(cls), noise(rows, 2)
         sosp.shrink(model, sosp.Mask.from_removed(model, {"a": [0]}, x), x)
         assert seen == wanted

@@ -84,8 +84,14 @@ def copies(inputs: Any) -> Any:
 
 def first_rows(inputs: Any, most: int) -> Any:
     """At most so many examples of inputs, all of whose tensors hold one row per example or something else."""
+    return rows_from(inputs, 0, most)
+
+
+def rows_from(inputs: Any, start: int, most: int) -> Any:
+    """The same from one of them on."""
     size = leading(inputs)
-    return inputs if size is None else tree_map(lambda x: x[:most] if _by_example(x, size) else x, inputs)
+    stop = start + most
+    return inputs if size is None else tree_map(lambda x: x[start:stop] if _by_example(x, size) else x, inputs)
 
 
 def _by_example(x: Any, size: int) -> bool:

@@ -106,7 +106,7 @@ def _sizes(flow: Flow, layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
 
 def _recurrent(flow: Flow) -> dict[str, int]:
     """Recurrent module -> MACs. One op mixes all channels that they are given, so none of their widths changes."""
-    examples = 2 if flow.inputs is None else rows(flow.inputs)  # two rows are followed, more only with real numbers
+    examples = rows(flow.example)
     steps: dict[str, int] = {}  # of all examples
     for op in flow.graph.records.get("eval", ()):
         if op.name in RECURRENT:

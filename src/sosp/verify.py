@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from sosp.batches import call, copies
+from sosp.batches import call, copies, rows_from
 from sosp.errors import StructureError, SurgeryError
 from sosp.flow.ops import DROPOUTS, name_of
-from sosp.flow.twin import few, quiet, tensors_of
+from sosp.flow.twin import few, quiet, rows, tensors_of
 
 # Rounding differs when sums have fewer terms; beyond this it is looked at again in double precision.
 SUSPECT = {torch.float64: 1e-11, torch.float32: 1e-5}
 WRONG = 1e-7  # of the largest output, in double precision
-ROWS = 8  # of the example are looked at
+ROWS = 8  # of the example are looked at, at a time
 REPORT = (
     "This is a defect of sosp: please report it, with the network. Until then exclude the layers involved "
     "(print(sosp.trace(model, example)) lists them), or use sosp.masked."
@@ -35,9 +35,16 @@ class NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def check_same(small: nn.Module, masked: nn.Module, example: Any, modes: tuple[str, ...]) -> None:
-    """Refuse a small network that does not give what the masked one gives, in eval and in train mode."""
-    inputs = few(example, ROWS)
+def check_same(small: nn.Module, masked: nn.Module, example: Any, modes: tuple[str, ...], most: int = ROWS) -> None:
+    """Refuse a small network that does not give what the masked one gives, in eval and in train mode.
+
+    ``most``: rows of the example that are looked at, a few at a time.
+    """
+    for start in range(0, min(most, rows(example)), ROWS):
+        _check_rows(small, masked, few(rows_from(example, start, ROWS), ROWS), modes)
+
+
+def _check_rows(small: nn.Module, masked: nn.Module, inputs: Any, modes: tuple[str, ...]) -> None:
     for mode in modes:
         try:
             theirs = outputs(masked, inputs, mode, 0)

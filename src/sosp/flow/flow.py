@@ -63,9 +63,8 @@ class Flow:
     real: bool  # traced with real numbers, because the network does not run without
     norms: frozenset[str]  # the norms of single channels
     unseen: tuple[str, ...] = ()  # layers and other modules with parameters that the example did not run
-    inputs: Any = None  # the rows of the example that were run with real numbers: they decide the way
     network: nn.Module | None = None  # to try smaller ones out: a copy without numbers, or the network itself if real
-    example: Any = None  # for that
+    example: Any = None  # the rows of it that were followed; if real, they decide the way
     classes: Ids = field(init=False)
     _pins: Ids | None = None
 
@@ -310,7 +309,7 @@ def _trace(model: nn.Module, inputs: Any, real: bool) -> Flow:
     norms = frozenset(n for n in graph.calls if is_norm(model.get_submodule(n)))
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     kept = (model, inputs) if real else (twin, on_device(inputs, real=False))
-    return Flow(graph, shapes, untraced, real, norms, absent, inputs if real else None, *kept)
+    return Flow(graph, shapes, untraced, real, norms, absent, *kept)
 
 
 def _many(flow: Flow) -> list[dict[str, np.ndarray]]:

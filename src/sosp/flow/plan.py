@@ -67,7 +67,7 @@ def try_out(
     for mode in flow.modes:
         twin.train(mode == "train")
         with quiet():
-            given = on_device(inputs if flow.inputs is None else flow.inputs, flow.real)
+            given = on_device(flow.example if flow.real else inputs, flow.real)
             decides = bool(flow.graph.decisions)
             yield mode, rehearse(twin, given, records[mode], layout.counts, recipe.emptied, decides)
 

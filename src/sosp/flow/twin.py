@@ -77,14 +77,6 @@ def few(example: Any, most: int = 2) -> Any:
     )
 
 
-def some_rows(example: Any, start: int, most: int) -> Any:
-    """Rows of the example from one on, at most so many."""
-    n = rows(example)
-    return tree_map(
-        lambda x: x[start : start + most] if isinstance(x, Tensor) and x.dim() and x.shape[0] == n else x, example
-    )
-
-
 def _cut(x: Tensor, most: int) -> Tensor:
     return x[:most] if x.shape[0] > 1 else torch.cat([x, x])
 

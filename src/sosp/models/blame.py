@@ -27,7 +27,7 @@ def users_code(name: str, given: str = "without arguments") -> Iterator[None]:
     except SospError:
         raise
     except Exception as error:
-        text = next(iter(str(error).splitlines()), "").removesuffix(".")
+        text = first_line(error)
         if isinstance(error, SyntaxError) and error.filename is not None:
             where, text = f"{error.filename}, line {error.lineno}", error.msg
         elif _is_refused(name, error):
@@ -35,6 +35,11 @@ def users_code(name: str, given: str = "without arguments") -> Iterator[None]:
         elif (where := _deepest(name, error)) == "":
             raise
         raise ArgumentError(f"{name} does not run: {where}: {type(error).__name__}: {text}.") from error
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, to stand in a sentence."""
+    return next(iter(str(error).splitlines()), "").removesuffix(".")
 
 
 def _file(name: str) -> Path | None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from sosp.errors import ArgumentError, SospError, nearest
+from sosp.models.blame import first_line
 from sosp.nets import Width
 
 Shape = tuple[int, ...]  # of one input, without the batch
@@ -34,9 +35,8 @@ def package(name: str) -> ModuleType:
             raise SospError(f"{name} cannot be imported: it needs {error.name}: pip install {error.name}") from error
         raise SospError(f"{name} is not installed: pip install {name}") from error
     except Exception as error:  # whatever a package does when it is imported
-        text = next(iter(str(error).splitlines()), "").removesuffix(".")
         raise SospError(
-            f"{name} is installed, but cannot be imported: {type(error).__name__}: {text}. "
+            f"{name} is installed, but cannot be imported: {type(error).__name__}: {first_line(error)}. "
             f"Does it belong to this version of torch (python -c 'import {name}')?"
         ) from error
 

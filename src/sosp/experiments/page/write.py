@@ -84,13 +84,17 @@ def index(experiments: Sequence[Experiment], results: Path) -> str:
     for experiment in experiments:
         found = state(experiment, results)
         counts = [found.count(how) for how in ("done", "refused", "failed")]
-        link = f"[{experiment.name}]({experiment.name}.md)"
+        link = _link(experiment)
         short = ", ".join(f"{state(v, results).count('done')} in {e} epochs" for e, v in shortened(experiment, results))
         figures = (len(experiment.cells), *counts, found.missing)
         lines.append([link, experiment.title, *map(str, figures), short or "–"])
     heads = ("experiment", "", "cells", "done", "refused", "failed", "missing", "shortened, done")
     text = ["# Results", "", ABOUT, "", *table(heads, lines, left=2), "", *_said(experiments, results), *READ]
     return "\n".join(text).rstrip() + "\n"
+
+
+def _link(experiment: Experiment) -> str:
+    return f"[{experiment.name}]({experiment.name}.md)"
 
 
 def _said(experiments: Sequence[Experiment], results: Path) -> list[str]:
@@ -102,7 +106,7 @@ def _said(experiments: Sequence[Experiment], results: Path) -> list[str]:
     against: list[str] = []
     for experiment in experiments:
         found = rows(experiment, results)
-        said, link = list(findings(experiment, found)), f"[{experiment.name}]({experiment.name}.md)"
+        said, link = list(findings(experiment, found)), _link(experiment)
         counted += _counted(link, said)
         decided |= any(finding.verdict != OPEN for finding in said)
         for lines, chosen in ((good, lambda f: f.verdict == GOOD), (against, is_refuted)):
