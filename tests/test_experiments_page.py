@@ -13,6 +13,7 @@ import sosp
 from commands import call, lines, refusal
 from sosp import experiments
 from sosp.cli import reproduce
+from sosp.cli.screen import Screen
 from sosp.errors import RunError
 from sosp.experiments import Cell, Claim, Experiment, Pruned, Published, Record, Timed, Trained
 from sosp.experiments.cells import document
@@ -449,6 +450,16 @@ def test_shorter_runs_have_a_part_of_their_own(results: Path) -> None:
     assert "93.15 ± 0.15" not in part  # the paper trained for longer
 
 
+def test_the_rule_of_the_verdicts_stands_on_a_page_once(results: Path, tmp_path: Path) -> None:
+    both = [cell for cell in experiments.in_epochs(SOME, 30).cells if cell.seed == 0]
+    for folder in (results, tmp_path / "short"):  # with verdicts above it, and without
+        for cell in both:
+            keep(folder, record(cell, figures(0.9111)), "some")
+        text = pages([SOME], folder).texts["some.md"]
+        assert "second order helps" in text.split("## In 30 epochs")[1]
+        assert text.count("Two methods are compared seed by seed") == 1
+
+
 def test_without_fine_tuning_the_papers_accuracy_before_it_is_shown(results: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     never, paper = replace(START.schedule, epochs=0), replace(SOME.published[0], accuracy=None, std=None)
@@ -616,6 +627,25 @@ def test_the_command_runs_goes_on_and_writes_the_page(tmp_path: Path) -> None:
     again = call(*words).stdout
     assert "1 done, 0 refused, 0 failed, 7 missing" in again
     assert "0.25-digits" in (tmp_path / "p" / "runtime-tiny.md").read_text()
+
+
+def test_what_is_left_is_told_at_the_pace_of_cells(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network that is trained or opened first is none of the cells that are missing."""
+    now = iter([0.0, 100.0, 100.0, 160.0])  # created, the network kept, the cells begun, the last one begun
+    monkeypatch.setattr(reproduce.time, "monotonic", lambda: next(now, 160.0))
+    size = {"state": "done", "accuracy": 0.9, "params": 8, "macs": 8}
+    watch = reproduce.Watch(Screen(as_json=False))
+    watch.event("plan", {"missing": 3})
+    watch.event("network", {"cell": "whole", **size})
+    watch.event("begin", {"cells": ["a", "b"], "epochs": 5})
+    for name in ("a", "b"):
+        watch.event("cell", {"cell": name, **size})
+    watch.event("begin", {"cells": ["c"], "epochs": 5})
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1] == "training a, b: 5 epochs"
+    assert shown[-1] == "training c: 5 epochs; about 30.0 s for all that is missing"
 
 
 def test_stopped_it_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

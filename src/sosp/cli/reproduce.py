@@ -140,8 +140,11 @@ class Watch:
             self.lead, self.epochs, self.since = facts["cells"][0], 0, time.monotonic()
         if name == "epoch":
             self._epoch(facts)
+        if name == "network" and not self.done:
+            self.begun = time.monotonic()  # the pace is that of cells
         if name == "cell":
             self.done += 1
+        if name in ("cell", "network"):
             self.screen.bar.clear()
         if name in LINES:
             self.screen.say(LINES[name](facts) + (self._left() if name == "begin" else ""))
@@ -182,6 +185,7 @@ LINES = {
     "begin": lambda facts: f"training {', '.join(facts['cells'])}: {facts['epochs']} epochs",
     "cut": lambda facts: f"{facts['cell']}: {share(facts['cut'])} before fine-tuning, {facts['params']:,} parameters",
     "cell": _cell,
+    "network": _cell,
 }
 
 

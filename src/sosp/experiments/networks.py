@@ -101,4 +101,4 @@ def _keep(
         origin=bench.setting.origin,
     )
     write(bench.setting.results, record, NETWORKS)
-    watch.event("cell", {"cell": start.name, "state": "done", **record.metrics})
+    watch.event("network", {"cell": start.name, "state": "done", **record.metrics})

@@ -45,7 +45,7 @@ def page(experiment: Experiment, results: Path) -> tuple[str, list[Figure]]:
         more = figures(variant, some, f"-e{epochs}")
         lines += [f"## In {epochs} epochs", "", f"Every training has {epochs} epochs (`--epochs {epochs}`).", ""]
         lines += [*_origin(variant, some), "", *tables(some, (), variant.beside, legend=False), *_shown(more)]
-        lines += _verdicts(variant, some)
+        lines += _verdicts(variant, some, ruled=RULE in lines)
         drawn += more
     lines += [*_remarks(experiment, results), *_missing(experiment, found)]
     return "\n".join(lines).rstrip() + "\n", drawn
@@ -92,14 +92,14 @@ def _all(words: Iterable[str]) -> str:
 # --- what the records say -------------------------------------------------------------------------------
 
 
-def _verdicts(experiment: Experiment, found: Sequence[Row]) -> list[str]:
-    """What is confirmed, what is not, and numbers that differ."""
+def _verdicts(experiment: Experiment, found: Sequence[Row], *, ruled: bool = False) -> list[str]:
+    """What is confirmed, what is not, by which rule unless it stands above, and numbers that differ."""
     said = list(findings(experiment, found))
     lines = []
     for title, chosen in SAID.items():
         part = [finding for finding in said if chosen(finding)]
         lines += [f"### {title}", "", *claims(part)] if part else []
-    lines += [RULE, ""] if said else []
+    lines += [RULE, ""] if said and not ruled else []
     if apart := list(departures(found, experiment.beside)):
         lines += ["### Accuracies that differ from the paper's", ""]
         lines += [f"By {FAR}:", "", *_bullets(apart)]
