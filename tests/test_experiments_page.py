@@ -450,6 +450,22 @@ def test_shorter_runs_have_a_part_of_their_own(results: Path) -> None:
     assert "93.15 ± 0.15" not in part  # the paper trained for longer
 
 
+def test_claims_about_what_shorter_runs_end_with_stand_in_the_index(tmp_path: Path) -> None:
+    """Those about the time before fine-tuning do not: it has no length."""
+    before = replace(SOME.claims[0], text="it does so at once", by="cut")
+    both = replace(SOME, claims=(*SOME.claims, before))
+    for cell in experiments.in_epochs(both, 30).cells:
+        keep(tmp_path, record(cell, figures(FINAL[cell.method][min(cell.seed, 2)])), "some")
+    found = pages([both], tmp_path).texts
+    link = "[some, in 30 epochs](some.md#in-30-epochs)"
+    assert (
+        f"| second order helps (line 34) | sosp-h; first-order | final | {link} | 1 confirmed | 4 of 4 |"
+        in found["index.md"]
+    )
+    assert f"### {link}" in found["index.md"].split("## What we could confirm")[1]
+    assert not any("it does so at once" in text for text in found.values())
+
+
 def test_the_rule_of_the_verdicts_stands_on_a_page_once(results: Path, tmp_path: Path) -> None:
     both = [cell for cell in experiments.in_epochs(SOME, 30).cells if cell.seed == 0]
     for folder in (results, tmp_path / "short"):  # with verdicts above it, and without

@@ -12,6 +12,8 @@ from sosp.experiments.definition import Experiment, Published, in_epochs, starts
 from sosp.experiments.records import NETWORKS, Record, everything
 from sosp.experiments.runner import state
 
+TUNED = ("final", "best")  # metrics of a network that is fine-tuned
+
 
 @dataclass(frozen=True)
 class Stat:
@@ -104,15 +106,19 @@ def _place(cell: Cell) -> tuple[str, str]:
 
 
 def shortened(experiment: Experiment, results: Path) -> Iterator[tuple[int, Experiment]]:
-    """The lengths, other than the paper's, for which there are records; with the experiment of that length."""
+    """The lengths, other than the paper's, for which there are records; with the experiment of that length.
+
+    Of its claims those about what fine-tuning ends with: the others are about the time before it.
+    """
     own = {cell.name for cell in experiment.cells}
     found = {
         max(record.cell["tuning"]["epochs"], record.cell["start"]["schedule"]["epochs"])
         for path, record in everything(results)
         if path.parent.name == experiment.name and record.cell["kind"] == "pruned" and record.name not in own
     }
+    ends = tuple(claim for claim in experiment.claims if claim.by in TUNED)
     for epochs in sorted(found):
-        yield epochs, in_epochs(experiment, epochs)
+        yield epochs, replace(in_epochs(experiment, epochs), claims=ends)
 
 
 def orphans(experiments: Iterable[Experiment], results: Path) -> list[Path]:

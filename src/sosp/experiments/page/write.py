@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -104,9 +104,9 @@ def _said(experiments: Sequence[Experiment], results: Path) -> list[str]:
     apart: list[str] = []
     good: list[str] = []
     against: list[str] = []
-    for experiment in experiments:
+    for experiment, link in _lengths(experiments, results):
         found = rows(experiment, results)
-        said, link = list(findings(experiment, found)), _link(experiment)
+        said = list(findings(experiment, found))
         counted += _counted(link, said)
         decided |= any(finding.verdict != OPEN for finding in said)
         for lines, chosen in ((good, lambda f: f.verdict == GOOD), (against, is_refuted)):
@@ -121,6 +121,14 @@ def _said(experiments: Sequence[Experiment], results: Path) -> list[str]:
     lines += ["## What we could not confirm", "", *(against or ["Of the claims that are decided, all hold.", ""])]
     words = f"On their pages, by {FAR}:"
     return [*lines, *(["## Accuracies that differ from the paper's", "", words, "", *apart, ""] if apart else [])]
+
+
+def _lengths(experiments: Sequence[Experiment], results: Path) -> Iterator[tuple[Experiment, str]]:
+    """Every experiment, and the shorter ones there are records of, each with a link to its part of a page."""
+    for experiment in experiments:
+        yield experiment, _link(experiment)
+        for epochs, variant in shortened(experiment, results):
+            yield variant, f"[{experiment.name}, in {epochs} epochs]({experiment.name}.md#in-{epochs}-epochs)"
 
 
 HEADS = ("claim", "methods", "by", "experiment", "found", "seeds in favour")
