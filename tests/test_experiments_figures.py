@@ -329,7 +329,8 @@ def test_what_would_hide_one_another_stands_side_by_side() -> None:
     assert [at[y] for y in (80.0, 95.0, 90.03, 90.04)] == [0, 1000, 700, 500]
     bars = [bar.lines[2][0].get_segments()[0][0][0] for bar in axes.containers]
     assert sorted(bars) == sorted(at.values())
-    assert "side by side" in caption(made)
+    away = max(abs(at[y] - x) for y, x in close.items())
+    assert f"side by side, by up to {away / 10:.1f}% of the axis" in caption(made)
     assert "side by side" not in caption(drawing((ends, nearly[0])))
 
 
@@ -340,6 +341,16 @@ def test_what_is_moved_does_not_hide_what_stood_beside(xs: tuple[int, ...]) -> N
     at = [marks(axes, 90 + k / 100)[0].get_xdata()[0] for k in range(len(xs))]
     assert all(b - a > 17.5 for a, b in pairwise(at))
     assert at[-1] == 600
+
+
+def test_what_is_moved_does_not_pass_what_stands_above_it() -> None:
+    """The smaller of two networks stays on the left, however different their accuracies are."""
+    ends = line("random", (0, 80.0), (1000, 95.0))
+    xs = {90.0: 500, 90.01: 503, 93.0: 505}
+    (axes,) = drawing((ends, *(line(f"m{y}", (x, y)) for y, x in xs.items()))).axes
+    at = [marks(axes, y)[0].get_xdata()[0] for y in xs]
+    assert at == sorted(at)
+    assert sum(at) / 3 == pytest.approx(sum(xs.values()) / 3)
 
 
 def test_seconds_are_drawn_where_they_were_measured() -> None:

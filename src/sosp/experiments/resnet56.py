@@ -66,6 +66,7 @@ CLAIMS = (
     *(Claim(BEFORE, 850, method, "first-order", by=by) for by in ("zeroed", "cut") for method in SECOND),
     Claim("SOSP-H and SOSP-I perform on par", 443, "sosp-h", "sosp-i", relation="equal"),
     *(Claim("SOSP is better than random pruning", None, method, "random") for method in SECOND),
+    Claim("first order is better than random pruning", None, "first-order", "random"),
 )
 
 

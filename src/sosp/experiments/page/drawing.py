@@ -94,21 +94,24 @@ Key = tuple[str, Point]  # the label of its line, and a point
 Mark = tuple[Key, float, float]  # where it is, in parts of what the axes span
 
 
-def _moved(lines: Sequence[Line], plan: Plan) -> dict[Key, float]:
-    """The x of points, ours or the paper's, that are set side by side because they would hide one another."""
+def _moved(lines: Sequence[Line], plan: Plan) -> dict[Key, tuple[float, float]]:
+    """The x of points, ours or the paper's, that are set side by side because they would hide one another; and how far
+    that is from their own, of what the axis spans."""
     shown = [(line, p) for line in lines for p in plan.marks(line)]
     to, back = (math.log, math.exp) if plan.log(lines) else (float, float)
     xs, ys = [to(p.x) for _, p in shown], [p.y for _, p in shown]
     width, height = (max(xs) - min(xs)) or 1.0, (max(ys) - min(ys)) or 1.0
-    found: dict[Key, float] = {}
+    found: dict[Key, tuple[float, float]] = {}
     for ours in () if plan.seconds else (True, False):
         marks = [((line.label, p), to(p.x) / width, p.y / height) for line, p in shown if line.ours is ours]
-        found |= {key: back(x * width) for key, x, _ in _apart(marks)}
+        own = {key: x for key, x, _ in marks}
+        found |= {key: (back(x * width), abs(x - own[key])) for key, x, _ in _apart(marks)}
     return found
 
 
 def _apart(marks: Iterable[Mark]) -> list[Mark]:
-    """From left to right; those that touch keep their order and the middle, and those that then touch join them."""
+    """From left to right; those that touch keep their order and the middle, and those that they would then touch, or
+    pass, join them."""
     groups: list[list[Mark]] = []
     for mark in sorted(marks, key=lambda mark: mark[1]):
         group = [mark]
@@ -120,8 +123,16 @@ def _apart(marks: Iterable[Mark]) -> list[Mark]:
 
 
 def _touch(some: list[Mark], others: list[Mark]) -> bool:
-    pairs = product(_spread(some), _spread(others))
-    return any(abs(x - u) < 0.99 * STEP and abs(y - v) < HIGH for (_, x, y), (_, u, v) in pairs)
+    """Would they, or change places, once they are spread?"""
+    for (_, x, y), (_, u, v) in product(_places(some), _places(others)):
+        if (abs(x[1] - u[1]) < 0.99 * STEP and abs(y - v) < HIGH) or (x[0] - u[0]) * (x[1] - u[1]) < 0:
+            return True
+    return False
+
+
+def _places(group: list[Mark]) -> list[tuple[Key, tuple[float, float], float]]:
+    """With the x that they have and the one that they get."""
+    return [(key, (was, x), y) for (key, was, y), (_, x, _) in zip(group, _spread(group), strict=True)]
 
 
 def _spread(group: list[Mark]) -> list[Mark]:
@@ -132,11 +143,12 @@ def _spread(group: list[Mark]) -> list[Mark]:
 def _caption(figure: Figure, plan: Plan) -> str:
     """How it is to be read."""
     points = [p for line in all_lines(figure.panels) for p in plan.marks(line)]
+    away = max((share for *_, lines in figure.panels for _, share in _moved(lines, plan).values()), default=0.0)
     words = {
         "hollow: a single run": any(p.runs == 1 for p in points),
         "pale: the paper's": any(p.runs == 0 for p in points),
         "bars: standard deviations": any(p.std for p in points),
-        "what would hide one another stands side by side": any(_moved(lines, plan) for *_, lines in figure.panels),
+        f"what would hide one another stands side by side, by up to {away:.1%} of the axis": away > 0,
     }
     return "; ".join(said for said, holds in words.items() if holds)
 
@@ -173,7 +185,8 @@ def _panel(axes: Any, panel: Panel, plan: Plan) -> None:
     axes.set(xlabel=across, ylabel=up)
     axes.label_outer()
     axes.grid(alpha=0.3)
-    places, sizes = _moved(lines, plan), [p.x for line in lines for p in plan.marks(line)]
+    places = {key: x for key, (x, _) in _moved(lines, plan).items()}
+    sizes = [p.x for line in lines for p in plan.marks(line)]
     for line in sorted(lines, key=lambda line: line.ours):  # ours in front
         if plan.level(line):
             _levels(axes, line, plan)

@@ -39,10 +39,10 @@ RULE = (
     f"that one is better is confirmed where the mean of the differences is larger than {BEYOND} of their standard "
     "deviations, contradicted where it is so the other way round, and within the noise else. Two methods are on par "
     f"where mean and deviation of the differences are both at most {MARGIN} points, different where the mean is larger "
-    f"than that and than {BEYOND} deviations. With fewer than {RUNS} seeds on both sides nothing is decided. "
-    f"Where even the better of the two is below {LUCK} times the accuracy of guessing, nothing is read into the "
-    f"difference. Times are compared by their means, with {BEYOND} times the larger of their deviations; a single "
-    f"measurement decides if it is more than {PLAIN}-fold."
+    f"than that and than {BEYOND} deviations; so of two that are on par one can still be the better one. With fewer "
+    f"than {RUNS} seeds on both sides nothing is decided. Where even the better of the two is below {LUCK} times the "
+    "accuracy of guessing, nothing is read into the difference. Times are compared by their means, with "
+    f"{BEYOND} times the larger of their deviations; a single measurement decides if it is more than {PLAIN}-fold."
 )
 
 
@@ -107,9 +107,7 @@ def _compared(claim: Claim, row: Row, other: Row, beside: str) -> Finding | None
         return Finding(claim, _where(row), quicker(mine, theirs), mine, theirs)
     first, second = row.by_seed(claim.by), other.by_seed(claim.by)
     pairs = [(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys())]
-    sizes = [size(stat.mean) for side in (row, other) if (stat := side.stat("params")) is not None]
-    more = [f"{' and '.join(sizes)} parameters"] if len(sizes) == 2 else []
-    more += _theirs(claim, row, other, beside)
+    more = [*_sizes(row, other), *_begun(row, other), *_theirs(claim, row, other, beside)]
     found = verdict(claim, pairs, _guessed(row))
     return Finding(claim, _where(row), found, mine, theirs, _differences(pairs), tuple(more))
 
@@ -126,6 +124,26 @@ def _kept(claim: Claim, row: Row) -> Finding | None:
 
 def _differences(pairs: Sequence[tuple[float, float]]) -> tuple[float, ...]:
     return tuple(100 * (mine - other) for mine, other in pairs)
+
+
+def _sizes(row: Row, other: Row) -> list[str]:
+    """Of both sides, where they are networks."""
+    shown = []
+    for name, words in {"params": "parameters", "macs": "MACs"}.items():
+        sides = [stat for side in (row, other) if (stat := side.stat(name)) is not None]
+        shown += [f"{' and '.join(size(stat.mean) for stat in sides)} {words}"] if len(sides) == 2 else []
+    return shown
+
+
+def _begun(row: Row, other: Row) -> list[str]:
+    """The accuracies of the networks that were pruned, where the two sides did not begin with the same ones."""
+    starts = [
+        {record.start.get("sha256"): record.start.get("accuracy") for record in side.done} for side in (row, other)
+    ]
+    if starts[0].keys() == starts[1].keys():
+        return []
+    whole = [Stat.of(share for share in side.values() if share is not None) for side in starts]
+    return [f"of networks that had {' and '.join(percent(stat) for stat in whole)}"] if all(whole) else []
 
 
 def _theirs(claim: Claim, row: Row, other: Row, beside: str) -> list[str]:

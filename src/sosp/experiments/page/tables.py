@@ -23,17 +23,17 @@ from sosp.experiments.page.words import (
 
 LEGEND = (
     "Accuracies on the test data in percent; [how to read it](index.md#how-to-read-it) explains methods and gates. "
-    "Before fine-tuning: in θ∖M the weights of the removed structures are zero and batch norms stay (the paper's "
-    "definition); *cut* is the network that is built, in which the shift of their "
-    "batch norms is gone as well; *renewed* is the same with batch norm statistics taken anew. {tuned}Parameters and "
-    "MACs are those of the module that is built; the alternative count is that of App. D. Lines are those of the "
-    "paper's source."
+    "{tuned}Before fine-tuning: in θ∖M the weights of the removed structures are zero and batch norms stay (the "
+    "paper's definition); *cut* is the network that is built, in which the shift of their batch norms is gone as well; "
+    "*renewed* is the same with batch norm statistics taken anew. {first}Parameters and MACs are those of the module "
+    "that is built; the alternative count is that of App. D. Lines are those of the paper's source."
 )
-TUNED = (
-    "Fine-tuned: after its first epoch, the *final* one, and the *best*. The paper's accuracy stands beside our "
-    "{beside} one. *Lost* are points: what the network that was pruned ended with, less our {beside} accuracy; the "
-    "paper's are worked out from its accuracies as well. "
+ENDED = (
+    "Fine-tuned: the *final* accuracy, and the *best* of all epochs. The paper's accuracy stands beside our {beside} "
+    "one. *Lost* are points: what the network that was pruned ended with, less our {beside} accuracy; the paper's are "
+    "worked out from its accuracies as well. "
 )
+FIRST = "*Epoch 1* is after the first one of the fine-tuning. "
 
 
 def tables(rows: Sequence[Row], published: Sequence[Published], beside: str, *, legend: bool = True) -> list[str]:
@@ -41,8 +41,8 @@ def tables(rows: Sequence[Row], published: Sequence[Published], beside: str, *, 
     used = {row.beside.line for row in rows if row.beside is not None}
     pruned = [row for row in rows if isinstance(row.cell, Pruned)]
     parts = [_part("Networks", NETWORKS, [row for row in rows if isinstance(row.cell, Trained)], 3)]
-    tuned = "" if beside == "zeroed" else TUNED.format(beside=beside)
-    parts += [[LEGEND.format(tuned=tuned)]] if pruned and legend else []
+    words = ("", "") if beside == "zeroed" else (ENDED.format(beside=beside), FIRST)
+    parts += [[LEGEND.format(tuned=words[0], first=words[1])]] if pruned and legend else []
     for place in dict.fromkeys(row.cell.place for row in pruned):
         mine = sorted((row for row in pruned if row.cell.place == place), key=_budget)
         parts.append(_part(f"{place}: accuracy", _accuracy(beside), mine, 3))
@@ -180,18 +180,20 @@ NETWORKS: Columns = {
     "paper: accuracy": _paper("accuracy"),
     "line": _paper("line"),
 }
-ACCURACY: Columns = {
+TUNED: Columns = {
     **NAMED,
     "seeds": seeds,
+    "final": _share("final"),
+    "best": _share("best"),
+    "paper: final": _paper("final"),
+    "paper: accuracy": _paper("accuracy"),
+}
+BEFORE: Columns = {
     "θ∖M": _share("zeroed"),
     "paper: before": _paper("before"),
     "cut": _share("cut"),
     "renewed": _share("recalibrated"),
     "epoch 1": _share("first"),
-    "final": _share("final"),
-    "best": _share("best"),
-    "paper: final": _paper("final"),
-    "paper: accuracy": _paper("accuracy"),
 }
 SIZE: Columns = {
     **NAMED,
@@ -213,6 +215,7 @@ TIMES: Columns = {
     "method": lambda row: row.cell.label,
     "structures": _count("structures"),
     "outputs": _count("outputs"),
+    "runs": lambda row: str(row.cell.repeats) if isinstance(row.cell, Timed) else NONE,
     "scoring": _time("score"),
     "selecting": _time("select"),
     "together": _time("seconds"),
@@ -222,6 +225,6 @@ TIMES: Columns = {
 
 
 def _accuracy(beside: str) -> Columns:
-    """With what was lost, where there is a fine-tuning to make up for it."""
+    """What counts most first; with what was lost, where there is a fine-tuning to make up for it."""
     lost: Columns = {"lost": lambda row: percent(row.lost(beside)), "paper: lost": _lost}
-    return {**ACCURACY, **({} if beside == "zeroed" else lost), "line": _paper("line")}
+    return {**TUNED, **({} if beside == "zeroed" else lost), **BEFORE, "line": _paper("line")}
