@@ -271,6 +271,8 @@ def test_a_record_of_another_cell_with_that_name_is_refused(tmp_path: Path) -> N
     write(tmp_path, changed, "some")
     with pytest.raises(RunError, match="examples is 999, and here 1000"):
         find(tmp_path, "some", CELL)
+    with pytest.raises(RunError, match=re.escape(f"{tmp_path / 'some'}")):  # where it is, whoever looks for it
+        find(tmp_path, "other", CELL)
 
 
 @pytest.mark.parametrize(
@@ -282,6 +284,11 @@ def test_a_record_of_another_cell_with_that_name_is_refused(tmp_path: Path) -> N
         ({"state": "failed"}, "failed without a reason"),
         ({"name": "else"}, "calls itself 'else'"),
         ({"cell": {"kind": "odd"}}, "of kind 'odd'"),
+        ({"cell": ["pruned"]}, "its 'cell' is ['pruned']"),
+        ({"origin": []}, "its 'origin' is []"),
+        ({"metrics": None}, "its 'metrics' is None"),
+        ({"cell": {**document(CELL), "tuning": None}}, "does not say how long"),
+        ({"cell": {**document(CELL), "start": {"schedule": []}}}, "does not say how long"),
         ({"origin": {**ORIGIN, "commit": ""}}, "does not say the commit"),
         ({"metrics": {k: v for k, v in FIGURES.items() if k != "final"}}, "has no final"),
         ({"metrics": {k: v for k, v in FIGURES.items() if k != "cut"}}, "has no cut"),
@@ -298,6 +305,7 @@ def test_malformed_records_are_refused(change: dict[str, Any], words: str, tmp_p
     with pytest.raises(RunError, match=re.escape(words)) as caught:
         read(path)
     assert str(path) in str(caught.value)
+    assert "Move it away" in str(caught.value)
 
 
 def test_what_was_not_fine_tuned_has_no_final_accuracy(tmp_path: Path) -> None:

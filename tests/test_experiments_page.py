@@ -631,14 +631,30 @@ def test_status_counts_cells(results: Path) -> None:
     shown = call("reproduce", "shuffle", "--status", "--results", str(results)).stdout
     assert "resnet56-cifar10-e200-sosp-h-ratio0.5-weights-e200-s0: done" in shown
     assert "ratio0.3-weights-shuffled-e200-s0: missing" in shown
+    told = lines("reproduce", "shuffle", "--status", "--results", str(results), "--only", "s0$", "--seeds", "1")
+    assert (told[0]["cells"], len(told)) == (4, 5)
+
+
+def test_given_weights_need_no_training_and_widened_networks_need_others(tmp_path: Path) -> None:
+    file = tmp_path / "given.safetensors"
+    file.write_bytes(b"")
+    place = ("--dry-run", "--results", str(tmp_path / "r"), "--work", str(tmp_path / "w"), "--seeds", "1")
+    given = ("--weights", f"resnet56={file}", "--only", r"cifar10-e200-sosp-h-ratio0\.5")
+    (told,) = lines("reproduce", "resnet56-cifar10", *place, *given)
+    assert told["networks"] == []
+    (told,) = lines("reproduce", "expand", *place, "--only", "^resnet56-cifar10-expand.*params340000")
+    assert told["networks"] == ["resnet56-cifar10-e200-s0", "resnet56-cifar10-expand-e200-e200-s0"]
 
 
 def test_a_dry_run_says_what_is_missing_and_does_nothing(tmp_path: Path) -> None:
     words = ("reproduce", "resnet56-cifar10", "--dry-run", "--seeds", "1", "--only", r"cifar10-.*ratio0\.5")
     (told,) = lines(*words, "--results", str(tmp_path / "r"), "--work", str(tmp_path / "w"))
-    assert len(told["missing"]) == 6
+    assert (told["missing"], len(told["cells"])) == (6, 6)
+    assert (told["networks"], told["epochs"]) == (["resnet56-cifar10-e200-s0"], 7 * 200)
     shown = call(*words, "--results", str(tmp_path / "r"), "--work", str(tmp_path / "w")).stdout
-    assert "6 of 6 cells are missing" in shown
+    assert "6 of 6 cells missing" in shown
+    assert "to be trained first: 1 network\nresnet56-cifar10-e200-s0\n" in shown
+    assert "in all 7 trainings with 1,400 epochs" in shown
     assert list(tmp_path.iterdir()) == []
 
 
@@ -674,6 +690,31 @@ def test_what_is_left_is_told_at_the_pace_of_cells(
     assert shown[-1] == "training c: 5 epochs; about 30.0 s for all that is missing"
 
 
+def test_what_is_left_is_told_after_every_cell_where_nothing_is_trained(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter([0.0, 2.0, 5.0, 45.0])  # created, the network begun, kept, a cell done
+    monkeypatch.setattr(reproduce.time, "monotonic", lambda: next(now))
+    watch = reproduce.Watch(Screen(as_json=False))
+    watch.event("plan", {"missing": 2})
+    watch.event("begin", {"cells": ["whole"], "epochs": 3})
+    size = {"state": "done", "cut": 0.5, "params": 8, "macs": 8}
+    watch.event("network", {"cell": "whole", **size})
+    for name in ("a", "b"):
+        watch.event("cell", {"cell": name, **size})
+    *_, first, last = capsys.readouterr().out.splitlines()
+    assert first.endswith("8 MACs; about 40.0 s for all that is missing")
+    assert last.endswith("8 MACs")
+
+
+def test_a_training_that_goes_on_says_from_where(capsys: pytest.CaptureFixture[str]) -> None:
+    watch = reproduce.Watch(Screen(as_json=False))
+    watch.event("begin", {"cells": ["a"], "epochs": 30})
+    for number in (4, 5):
+        watch.event("epoch", {"cell": "a", "number": number, "epochs": 30, "test": 0.5})
+    assert capsys.readouterr().out.splitlines() == ["training a: 30 epochs", "going on with epoch 4"]
+
+
 def test_stopped_it_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -694,6 +735,12 @@ def test_stopped_it_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Monkey
         (("shuffle", "--epochs", "0"), "epochs=0 must be"),
         (("shuffle", "--weights", "vgg19=a"), "no cell begins with 'vgg19'"),
         (("shuffle", "--device", "tpu"), "device='tpu' cannot be used"),
+        (("shuffle", "--tiny", "--weights", f"digits_resnet={__file__}"), "weights that can be given"),
+        (("shuffle", "--data-dir", "nowhere"), "--data-dir nowhere: there is no such folder"),
+        (("--status", "--only", "s0"), "of one experiment: say which"),
+        (("--status", "--page", "p"), "--status writes no page"),
+        (("--status", "--results", __file__), "is no folder"),
+        (("--page", "p", "--results", "nowhere"), "nowhere: there are no records to write pages from"),
     ],
 )
 def test_refusals_are_one_line(words: tuple[str, ...], complaint: str) -> None:
@@ -702,7 +749,7 @@ def test_refusals_are_one_line(words: tuple[str, ...], complaint: str) -> None:
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    words = ("reproduce", "runtime", "--tiny", "--results", str(tmp_path / "file"), "--work", str(tmp_path / "w"))
+    words = ("reproduce", "runtime", "--tiny", "--results", str(tmp_path / "r"), "--work", str(tmp_path / "file"))
     assert "file: cannot be written to (File exists)" in refusal(*words, begun=True)
 
 

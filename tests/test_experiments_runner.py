@@ -20,8 +20,9 @@ from sosp.data.registry import understood
 from sosp.errors import ArgumentError, DataError, OutOfMemoryError, RunError, TrainingError
 from sosp.experiments import Experiment, Pruned, Setting, Timed, Trained, bench, cutting, networks, runner, together
 from sosp.experiments.bench import weights_of
+from sosp.experiments.cells import document
 from sosp.experiments.origin import commit, described
-from sosp.experiments.records import NETWORKS, Record, find
+from sosp.experiments.records import NETWORKS, Record, find, write
 from sosp.pipeline.origin import hardware
 from sosp.training import Accuracy, Epoch, Moment
 
@@ -210,7 +211,10 @@ def test_two_cycles_are_two_trainings_that_shuffle_differently(tmp_path: Path) -
     model = models.make("sosp:digits_resnet", classes=10, width=0.25, seed=3)
     group = together.Group(together.Training("digits", short, cycles=2), ("a",))
     table = bench.Bench(setting(tmp_path))
-    found, history = together.trained(table, group, {"a": model}, {"a": 2}, tmp_path, Watch())["a"]
+    watch = Watch()
+    found, history = together.trained(table, group, {"a": model}, {"a": 2}, tmp_path, watch)["a"]
+    told = [(facts["number"], facts["epochs"]) for name, facts in watch.seen if name == "epoch"]
+    assert told == [(1, 2), (2, 2)]
     first = sosp.train(model, data, short, seed=2)
     second = sosp.train(first.model, data, short, seed=1002)
     assert [e.loss for e in history] == [first.history[0].loss, second.history[0].loss]
@@ -597,6 +601,25 @@ def test_cells_without_their_data_wait(home: Path, tmp_path: Path) -> None:
     assert "--data-dir" in told["reason"]
     with pytest.raises(DataError, match="--data-dir"):
         experiments.run(Experiment("far", "", "", (far,)), setting(folder), Watch())
+
+
+def test_where_nothing_is_missing_no_data_is_needed(tmp_path: Path) -> None:
+    far = Trained("resnet56", "cifar100")
+    metrics = {"accuracy": 0.7, "params": 8, "macs": 8}
+    done = Record(document(far), far.name, NETWORKS, "done", metrics=metrics, origin=setting(tmp_path).origin)
+    write(tmp_path / "results", done, NETWORKS)
+    assert experiments.run(Experiment("far", "", "", (far,)), setting(tmp_path)).count("done") == 1
+    assert experiments.run(Experiment("far", "", "", (far,)), setting(tmp_path), cells=()).missing == 0
+
+
+def test_a_setting_takes_words_and_finds_out_the_rest(home: Path, tmp_path: Path) -> None:
+    folder = copied(home, tmp_path)
+    cell = replace(three(home)[0], tuning=replace(sosp.SCHEDULES["digits"], epochs=0))
+    told = Setting(str(folder / "results"), str(folder / "work"), "cpu")  # type: ignore[arg-type]
+    found = experiments.run(Experiment("some", "", "", (cell,)), told).records[cell.name]
+    assert found is not None
+    assert found.origin["torch"] == torch.__version__
+    assert found.origin["commit"]
 
 
 def test_given_weights_are_measured_and_not_trained(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,13 +15,14 @@ from sosp.cli.flags import DryRun, Sections, takes
 from sosp.cli.screen import Screen
 from sosp.cli.words import columns, duration, large, share
 from sosp.errors import ArgumentError
-from sosp.experiments import Cell, Experiment, Setting
-from sosp.experiments.bench import weights_of
+from sosp.experiments import Cell, Experiment, Pruned, Setting, networks
+from sosp.experiments.bench import Bench, can_be_given, weights_of
 from sosp.experiments.definition import starts
 from sosp.experiments.origin import described
 from sosp.experiments.page import write, write_one
 from sosp.experiments.runner import missing
 from sosp.pipeline.job import device_of
+from sosp.report.section import many
 from sosp.training import Moment
 
 FEW = 12  # cells that a dry run names
@@ -66,11 +68,11 @@ def reproduce(
     if list_:
         show_list(screen)
         return
-    if name is None and not status and page is None:
-        raise ArgumentError(f"which experiment? There are {', '.join(experiments.EXPERIMENTS)} (--list, --status).")
+    _check(name, place, data_dir, status=status, page=page, some=(only, seeds) != (None, None))
     chosen = [_variant(n, tiny, epochs) for n in ([name] if name else experiments.EXPERIMENTS)]
     if status:
-        show_status(chosen, place, screen, cells=name is not None)
+        some = [replace(e, cells=_chosen(e, only, seeds)) for e in chosen]
+        show_status(some, place, screen, cells=name is not None)
         return
     if name is None:
         show_pages(write(chosen, place, Path(str(page))), screen)
@@ -79,11 +81,29 @@ def reproduce(
     cells = _chosen(experiment, only, seeds)
     setting = _setting(experiment, place, Path(work), data_dir, weights or [], given["run"].get("device"))
     if dry_run:
-        show_plan(experiment, cells, place, retry, screen)
+        show_plan(experiment, cells, setting, retry, screen)
         return
     carry_out(experiment, cells, setting, retry, screen)
     if page is not None:
         show_pages(write_one(experiment, place, Path(page)), screen)
+
+
+def _check(
+    name: str | None, results: Path, data_dir: str | None, *, status: bool, page: str | None, some: bool
+) -> None:
+    """Refuse what would do nothing, or something else than it says."""
+    if name is None and not status and page is None:
+        raise ArgumentError(f"which experiment? There are {', '.join(experiments.EXPERIMENTS)} (--list, --status).")
+    if name is None and some:
+        raise ArgumentError("--only and --seeds choose cells of one experiment: say which one.")
+    if status and page is not None:
+        raise ArgumentError("--status writes no page: leave out one of --status and --page.")
+    if data_dir is not None and not Path(data_dir).is_dir():
+        raise ArgumentError(f"--data-dir {data_dir}: there is no such folder.")
+    if results.exists() and not results.is_dir():
+        raise ArgumentError(f"--results {results}: is no folder.")
+    if name is None and page is not None and not any(results.glob("*/*.json")):
+        raise ArgumentError(f"--results {results}: there are no records to write pages from.")
 
 
 def _setting(
@@ -91,7 +111,8 @@ def _setting(
 ) -> Setting:
     """What was given, refused where it names nothing."""
     where = device_of(device)
-    known = [word for start in starts(experiment) for word in (start.network, start.place)]
+    plain = [start for start in starts(experiment) if can_be_given(start)]
+    known = [word for start in plain for word in (start.network, start.place)]
     files = weights_of(weights, list(dict.fromkeys(known)))
     return Setting(results, work, where, Path(data_dir) if data_dir else None, files, described(where))
 
@@ -112,7 +133,7 @@ def _chosen(experiment: Experiment, only: str | None, seeds: int | None) -> tupl
 
 def carry_out(experiment: Experiment, cells: tuple[Cell, ...], setting: Setting, retry: bool, screen: Screen) -> None:
     """Run it; stopped, say how to go on."""
-    screen.say(f"{experiment.name}: {len(cells)} cells, records in {setting.results}, on {setting.device}")
+    screen.say(f"{experiment.name}: {many(len(cells), 'cell')}, records in {setting.results}, on {setting.device}")
     try:
         found = experiments.run(experiment, setting, Watch(screen), cells=cells, retry=retry)
     except (KeyboardInterrupt, SystemExit):
@@ -140,22 +161,24 @@ class Watch:
             self.lead, self.epochs, self.since = facts["cells"][0], 0, time.monotonic()
         if name == "epoch":
             self._epoch(facts)
-        if name == "network" and not self.done:
-            self.begun = time.monotonic()  # the pace is that of cells
+        if name == "network":
+            self.lead = ""
+            self.begun = self.begun if self.done else time.monotonic()  # the pace is that of cells
         if name == "cell":
             self.done += 1
         if name in ("cell", "network"):
             self.screen.bar.clear()
         if name in LINES:
-            self.screen.say(LINES[name](facts) + (self._left() if name == "begin" else ""))
+            timed = name == "begin" or (name == "cell" and not self.lead)  # where nothing is trained: cell by cell
+            self.screen.say(LINES[name](facts) + (self._left() if timed else ""))
 
     def step(self, stage: str, done: int, total: int, moment: Moment) -> None:
         self.screen.step(stage, done, total, moment)
 
     def _left(self) -> str:
-        if not self.done:
+        if not 0 < self.done < self.missing:
             return ""
-        seconds = (time.monotonic() - self.begun) / self.done * max(self.missing - self.done, 0)
+        seconds = (time.monotonic() - self.begun) / self.done * (self.missing - self.done)
         return f"; about {duration(seconds)} for all that is missing"
 
     def _epoch(self, facts: Mapping[str, Any]) -> None:
@@ -164,6 +187,8 @@ class Watch:
             return
         self.epochs += 1
         number, whole = facts["number"], facts["epochs"]
+        if self.epochs == 1 and number > 1:
+            self.screen.say(f"going on with epoch {number}")
         if number % EVERY == 0:
             seconds = (time.monotonic() - self.since) / self.epochs * (whole - number)
             self.screen.say(f"epoch {number} of {whole}: {share(facts['test'])}, about {duration(seconds)} left")
@@ -181,8 +206,9 @@ def _cell(facts: Mapping[str, Any]) -> str:
 
 
 LINES = {
-    "absent": lambda facts: f"{facts['cells']} cells wait for {facts['data']}: {facts['reason']}",
-    "begin": lambda facts: f"training {', '.join(facts['cells'])}: {facts['epochs']} epochs",
+    "absent": lambda facts: f"waiting for {facts['data']}: {many(facts['cells'], 'cell')}. {facts['reason']}",
+    "given": lambda facts: f"{facts['cell']}: testing {facts['file']}",
+    "begin": lambda facts: f"training {', '.join(facts['cells'])}: {many(facts['epochs'], 'epoch')}",
     "cut": lambda facts: f"{facts['cell']}: {share(facts['cut'])} before fine-tuning, {facts['params']:,} parameters",
     "cell": _cell,
     "network": _cell,
@@ -223,10 +249,22 @@ def show_pages(written: list[Path], screen: Screen) -> None:
     screen.say(f"Written: {', '.join(map(str, written))}")
 
 
-def show_plan(experiment: Experiment, cells: tuple[Cell, ...], results: Path, retry: bool, screen: Screen) -> None:
-    """A dry run: what would be measured."""
-    todo = [cell.name for cell in missing(experiment, cells, results, retry)]
-    screen.tell({"event": "plan", "experiment": experiment.name, "missing": todo})
-    screen.say(f"{experiment.name}: {len(todo)} of {len(cells)} cells are missing", *todo[:FEW])
-    more = [f"and {len(todo) - FEW} more"] if len(todo) > FEW else []
-    screen.say(*more, "Nothing was done.")
+def show_plan(experiment: Experiment, cells: tuple[Cell, ...], setting: Setting, retry: bool, screen: Screen) -> None:
+    """A dry run: what would be measured, which networks would be trained first, and for how long in all."""
+    todo = missing(experiment, cells, setting.results, retry)
+    first = networks.missing(Bench(setting), todo)
+    tuned = [cell.tuning.epochs * cell.cycles for cell in todo if isinstance(cell, Pruned)]
+    trained = [epochs for epochs in (*tuned, *(start.schedule.epochs for start in first)) if epochs]
+    names, before = [cell.name for cell in todo], [start.name for start in first]
+    facts = {"missing": len(todo), "cells": names, "networks": before, "epochs": sum(trained)}
+    screen.tell({"event": "plan", "experiment": experiment.name, **facts})
+    screen.say(f"{experiment.name}: {len(todo)} of {many(len(cells), 'cell')} missing", *_few(names))
+    if first:
+        screen.say(f"to be trained first: {many(len(first), 'network')}", *_few(before))
+    if trained:
+        screen.say(f"in all {many(len(trained), 'training')} with {many(sum(trained), 'epoch')}")
+    screen.say("Nothing was done.")
+
+
+def _few(names: list[str]) -> list[str]:
+    return [*names[:FEW], *([f"and {len(names) - FEW} more"] if len(names) > FEW else [])]

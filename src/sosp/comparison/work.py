@@ -42,9 +42,9 @@ class Work:
     def saliency(self, method: str, seed: int) -> tuple[Saliency, float]:
         """By one pass over examples that the seed draws; and the seconds it took."""
         examples, structures = self.examples(seed), self.structures(method)
+        options: dict[str, Any] = {"structures": structures, "examples": sum(len(y) for _, y in examples)}  # all
         begun = self.clock()
-        generator = torch.Generator().manual_seed(seed)
-        found = score(self.model, examples, method=method, structures=structures, examples=None, generator=generator)
+        found = score(self.model, examples, method=method, generator=torch.Generator().manual_seed(seed), **options)
         return found, self.clock() - begun
 
     def examples(self, seed: int) -> list[Any]:

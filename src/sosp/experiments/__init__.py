@@ -1,7 +1,9 @@
 """The paper's tables and figures as experiments: a function each, that returns what is measured and what was published.
 
->>> experiment = sosp.experiments.make("resnet56-cifar10")      # or tiny=True: on digits, in seconds
->>> sosp.experiments.run(experiment, setting, watch)            # `sosp reproduce resnet56-cifar10`
+>>> experiment = sosp.experiments.make("resnet56-cifar10")
+>>> setting = sosp.experiments.Setting("results", "runs/reproduce", "cuda", data_dir="datasets")
+>>> sosp.experiments.run(experiment, setting)                          # `sosp reproduce resnet56-cifar10`
+>>> sosp.experiments.run(sosp.experiments.tiny(experiment), setting)   # on digits, in seconds
 """
 
 from collections.abc import Callable

@@ -17,6 +17,7 @@ from sosp import models
 from sosp.data import Dataset, load
 from sosp.errors import ArgumentError, DataError, RunError, nearest
 from sosp.experiments.cells import Trained
+from sosp.experiments.origin import described
 from sosp.runs import lock
 
 EMBEDDED = ("digits",)
@@ -30,12 +31,20 @@ class Setting:
     """What the user chooses."""
 
     results: Path
-    work: Path
+    work: Path  # checkpoints and networks
     device: torch.device
     data_dir: Path | None = None
     weights: Mapping[str, Path] = field(default_factory=dict)  # "resnet56" or "resnet56-cifar10" -> file
-    origin: Mapping[str, Any] = field(default_factory=dict)  # of every record
+    origin: Mapping[str, Any] = field(default_factory=dict)  # of every record; else what is found out here
     save_every: float = 120.0  # seconds between two checkpoints within an epoch
+
+    def __post_init__(self) -> None:
+        for name in ("results", "work", "data_dir"):  # as they are typed
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else Path(value))
+        object.__setattr__(self, "weights", {name: Path(file) for name, file in self.weights.items()})
+        object.__setattr__(self, "device", torch.device(self.device))
+        object.__setattr__(self, "origin", self.origin or described(self.device))
 
 
 class Bench:
@@ -107,8 +116,8 @@ class Bench:
     # --- networks ---------------------------------------------------------------------------------------
 
     def given(self, start: Trained) -> Path | None:
-        """The file that the user names for a network: only for the plain one of the first seed, trained to its end."""
-        if start.seed or not start.schedule.epochs or start.slimming or start.width != 1.0 or start.grown:
+        """The file that the user names for a network."""
+        if not can_be_given(start):
             return None
         return self.setting.weights.get(start.place) or self.setting.weights.get(start.network)
 
@@ -127,6 +136,11 @@ def _make(folder: Path) -> None:
         raise RunError(f"{folder}: cannot be written to ({error.strerror}).") from error
 
 
+def can_be_given(start: Trained) -> bool:
+    """Only the plain one of the first seed, trained to its end."""
+    return not (start.seed or start.slimming or start.width != 1.0 or start.grown) and start.schedule.epochs > 0
+
+
 def made(network: str, classes: int, width: float, seed: int) -> nn.Module:
     return models.make(f"sosp:{network}", classes=classes, width=width, seed=seed)
 
@@ -138,6 +152,8 @@ def weights_of(given: list[str], known: list[str]) -> dict[str, Path]:
         name, equals, file = word.partition("=")
         if not equals or not file:
             raise ArgumentError(f"--weights {word!r} must be NAME=FILE, for instance resnet56=resnet56.safetensors.")
+        if not known:
+            raise ArgumentError(f"--weights {word!r}: no cell begins with weights that can be given.")
         if name not in known:
             raise ArgumentError(
                 f"--weights {word!r}: no cell begins with {name!r}.{nearest(name, known)} Known: {', '.join(known)}."

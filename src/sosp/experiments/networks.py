@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from sosp.checkpoint import save
 from sosp.cost import count
 from sosp.experiments import growing, together
 from sosp.experiments.bench import Bench
-from sosp.experiments.cells import Trained, document
+from sosp.experiments.cells import Cell, Pruned, Trained, document
 from sosp.experiments.records import NETWORKS, Record, find, write
 from sosp.experiments.together import Group, Training
 from sosp.models import digest
@@ -26,6 +26,18 @@ def is_there(bench: Bench, start: Trained) -> bool:
     record = find(bench.setting.results, NETWORKS, start)
     known = bench.given(start) or bench.network_file(start)
     return known.is_file() and record is not None and record.facts.get("sha256") == digest(known)
+
+
+def missing(bench: Bench, cells: Iterable[Cell]) -> list[Trained]:
+    """The networks that cells need and nobody has: those that would be trained first."""
+    found: dict[Trained, None] = {}
+    wanted = [cell.start if isinstance(cell, Pruned) else cell for cell in cells]
+    for start in (cell for cell in wanted if isinstance(cell, Trained)):
+        chain = [start]
+        while (growth := chain[0].grown) is not None:
+            chain.insert(0, growth.of)
+        found |= dict.fromkeys(s for s in chain if bench.given(s) is None and not is_there(bench, s))
+    return list(found)
 
 
 def opened(bench: Bench, start: Trained) -> nn.Module:
@@ -52,6 +64,7 @@ def provide(bench: Bench, starts: Collection[Trained], most: int, watch: Watcher
     missing = [start for start in starts if not is_there(bench, start)]
     for start in missing:
         if (file := bench.given(start)) is not None:
+            watch.event("given", {"cell": start.name, "file": str(file)})
             _keep(bench, start, opened(bench, start), (), {"source": f"given: {file.name}"}, watch)
     ours = {s.name: s for s in starts if bench.given(s) is None}
     known = {name: Training(s.data, s.schedule, slimming=s.slimming) for name, s in ours.items()}
@@ -62,7 +75,8 @@ def provide(bench: Bench, starts: Collection[Trained], most: int, watch: Watcher
 
 def _train(bench: Bench, group: Group, starts: dict[str, Trained], watch: Watcher) -> None:
     place = bench.setting.work / NETWORKS
-    watch.event("begin", {"cells": list(starts), "epochs": group.training.schedule.epochs})
+    if epochs := group.training.schedule.epochs:
+        watch.event("begin", {"cells": list(starts), "epochs": epochs})
     fresh = {name: growing.fresh(bench, start) for name, start in starts.items()}
     done = together.trained(bench, group, fresh, {n: s.seed for n, s in starts.items()}, place, watch)
     parts = together.parts(group, place, bench.setting.origin)

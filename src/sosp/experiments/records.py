@@ -23,6 +23,7 @@ NEEDED = {
     "pruned": ("params", "macs", "cut"),
     "timed": ("seconds", "structures"),
 }
+OBJECTS = ("cell", "metrics", "history", "seconds", "start", "facts", "origin")  # what a record has by name
 TUNED = ("first", "final", "best")  # and that one has which was fine-tuned
 
 
@@ -65,12 +66,12 @@ def find(results: Path, folder: str, cell: Cell) -> Record | None:
     """The record of a cell: in its own folder, or in another experiment's, where it is the same cell."""
     own = path_of(results, folder, cell)
     others = sorted(results.glob(f"*/{cell.name}.json")) if results.is_dir() else []
-    found = [read(path) for path in [own, *others] if path.is_file()]
-    for record in found:
+    found = {path: read(path) for path in [own, *others] if path.is_file()}
+    for path, record in found.items():
         if gap := difference(document(cell), record.cell):
-            raise RunError(f"{own}: is of another cell with that name: {gap}. Move it away to measure this one.")
-    done = [record for record in found if record.state == "done"]
-    return next(iter(done or found), None)
+            raise RunError(f"{path}: is of another cell with that name: {gap}. Move it away to measure this one.")
+    done = [record for record in found.values() if record.state == "done"]
+    return next(iter(done or found.values()), None)
 
 
 def everything(results: Path) -> Iterator[tuple[Path, Record]]:
@@ -81,11 +82,21 @@ def everything(results: Path) -> Iterator[tuple[Path, Record]]:
 
 def read(path: Path) -> Record:
     """Refused where it is not well-formed."""
+    try:
+        return _read(path)
+    except RunError as error:
+        raise RunError(f"{error} Move it away to measure that cell again.") from error
+
+
+def _read(path: Path) -> Record:
     found = read_json(path)
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
         raise RunError(f"{path}: is no record of an experiment, or of a newer sosp.")
     if gap := {f.name for f in fields(Record)} ^ found.keys():
         raise RunError(f"{path}: is no record of an experiment: {sorted(gap)[0]!r} is missing or too much.")
+    for name in OBJECTS:
+        if not isinstance(found[name], dict):
+            raise RunError(f"{path}: is no record of an experiment: its {name!r} is {found[name]!r}.")
     record = Record(**found)
     check(record, path)
     return record
@@ -111,6 +122,9 @@ def problems(record: Record, stem: str) -> Iterator[str]:
     if kind not in KINDS:
         yield f"its cell is of kind {kind!r}; known are {', '.join(KINDS)}"
         return
+    if kind == "pruned" and not all(isinstance(n, int) for n in _lengths(record.cell)):
+        yield "its cell does not say how long the trainings are"
+        return
     if record.name != stem:
         yield f"it calls itself {record.name!r}"
     if record.state not in STATES:
@@ -118,11 +132,19 @@ def problems(record: Record, stem: str) -> Iterator[str]:
     if record.state != "done" and not record.reason:
         yield f"it is {record.state} without a reason"
     if record.state == "done":
-        tuned = TUNED if record.cell.get("tuning", {}).get("epochs") else ()
+        tuned = TUNED if kind == "pruned" and _lengths(record.cell)[-1] else ()
         yield from (f"it has no {name}" for name in (*NEEDED[kind], *tuned) if name not in record.metrics)
     yield from _impossible(record.metrics)
     missing = [key for key in ("commit", "torch", "hardware", "begun") if not record.origin.get(key)]
     yield from (f"its origin does not say the {key}" for key in missing)
+
+
+def _lengths(cell: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Epochs of the network that was pruned, and of the fine-tuning."""
+    start, tuning = cell.get("start"), cell.get("tuning")
+    schedule = start.get("schedule") if isinstance(start, dict) else None
+    first, last = (part.get("epochs") if isinstance(part, dict) else None for part in (schedule, tuning))
+    return first, last
 
 
 def _impossible(metrics: Mapping[str, Any]) -> Iterator[str]:

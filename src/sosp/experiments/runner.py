@@ -18,7 +18,7 @@ from sosp.experiments.definition import Experiment, data_of, pruned
 from sosp.experiments.records import Record, find, folder_of, write
 from sosp.experiments.together import Group, Training
 from sosp.pipeline import Watcher
-from sosp.training import Epoch
+from sosp.training import Epoch, Moment
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,14 @@ class State:
         return sum(record is None for record in self.records.values())
 
 
+class Nobody:
+    """Is told nothing."""
+
+    def event(self, name: str, facts: Mapping[str, Any]) -> None: ...
+
+    def step(self, stage: str, done: int, total: int, moment: Moment) -> None: ...
+
+
 def state(experiment: Experiment, results: Path) -> State:
     """Of every cell, what is there."""
     return State({c.name: find(results, folder_of(c, experiment.name), c) for c in experiment.cells})
@@ -49,21 +57,22 @@ def missing(experiment: Experiment, cells: Sequence[Cell], results: Path, retry:
 def run(
     experiment: Experiment,
     setting: Setting,
-    watch: Watcher,
+    watch: Watcher | None = None,
     *,
     cells: Sequence[Cell] | None = None,
     retry: bool = False,
 ) -> State:
     """Measure what is missing of all cells, or of these, several networks side by side; then where it stands.
 
-    Killed at any time, the same call goes on where it was.
+    ``watch`` is told how it goes. Killed at any time, the same call goes on where it was.
     """
-    bench = Bench(setting)
+    bench, watch = Bench(setting), watch or Nobody()
     with bench.locked():
         wanted = experiment.cells if cells is None else cells
-        if not any(bench.has(name) for name in map(data_of, wanted)) and not any(isinstance(c, Timed) for c in wanted):
-            raise bench.refusals[data_of(wanted[0])]
-        todo = _with_data(bench, missing(experiment, wanted, setting.results, retry), watch)
+        todo = missing(experiment, wanted, setting.results, retry)
+        if todo and not any(isinstance(cell, Timed) or bench.has(data_of(cell)) for cell in wanted):
+            raise bench.refusals[data_of(todo[0])]
+        todo = _with_data(bench, todo, watch)
         watch.event("plan", {"experiment": experiment.name, "missing": len(todo)})
         for cell in todo:
             if isinstance(cell, Timed):

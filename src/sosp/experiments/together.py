@@ -114,8 +114,8 @@ def _cycle(
             _begin_part(folder.parent / PARTS, before + epoch.number, bench.setting.origin)
             begun = True
         test = None if epoch.test is None else epoch.test.top1
-        facts = {"cell": name, "number": epoch.number, "epochs": training.schedule.epochs, "test": test}
-        watch.event("epoch", facts)
+        whole = training.schedule.epochs * training.cycles
+        watch.event("epoch", {"cell": name, "number": before + epoch.number, "epochs": whole, "test": test})
 
     found: dict[str, Trained] = train(
         networks,

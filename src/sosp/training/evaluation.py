@@ -15,6 +15,7 @@ from sosp.batches import first_rows
 from sosp.data import Resident
 from sosp.errors import DataError, whole_number
 from sosp.preserve import home, same_random_numbers, same_state
+from sosp.progress import track
 from sosp.training.memory import outputs_of
 from sosp.training.objective import classes_of, correct, loss_sum, refuse_labels
 from sosp.training.schedule import Schedule
@@ -53,10 +54,11 @@ def evaluate(
     where = home(model) if device is None else torch.device(device)
     twin = model if home(model) == where else copy.deepcopy(model).to(where)
     source = as_source(data, "test")
-    batches = _batches(source, _usual(source, where) if batch is None else batch, limit)
+    size = _usual(source, where) if batch is None else batch
+    batches, total = _batches(source, size, limit), source.steps(size) if is_source(source) and limit is None else None
     # Not inference mode: what a network keeps from a forward pass could not be trained with.
     with torch.no_grad(), same_random_numbers(), same_state(twin):
-        return _evaluate(twin.eval(), batches, where, whole_span(source))
+        return _evaluate(twin.eval(), track(batches, "testing", total), where, whole_span(source))
 
 
 def _usual(source: Any, where: torch.device) -> int:

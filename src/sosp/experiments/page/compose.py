@@ -43,7 +43,8 @@ def page(experiment: Experiment, results: Path) -> tuple[str, list[Figure]]:
     for epochs, variant in shortened(experiment, results):
         some = [row for row in rows(variant, results) if row.records]
         more = figures(variant, some, f"-e{epochs}")
-        lines += [f"## In {epochs} epochs", "", f"Every training has {epochs} epochs (`--epochs {epochs}`).", ""]
+        what = "fine-tuning" if _given(some) else "training"
+        lines += [f"## In {epochs} epochs", "", f"Every {what} has {epochs} epochs (`--epochs {epochs}`).", ""]
         lines += [*_origin(variant, some), "", *tables(some, (), variant.beside, legend=False), *_shown(more)]
         lines += _verdicts(variant, some, ruled=RULE in lines)
         drawn += more
