@@ -117,6 +117,18 @@ def test_parameters_used_by_hand_count() -> None:
     assert cost.macs == 18 * 16 + 12
 
 
+def test_two_weights_used_by_hand_in_one_module_both_count() -> None:
+    class ByHand(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.randn(6, 3)), nn.Parameter(torch.randn(2, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(F.linear(x, self.first).relu(), self.second)
+
+    assert sosp.count(ByHand(), torch.zeros(2, 3)).macs == 18 + 12
+
+
 def test_a_layer_over_tokens_and_one_applied_twice() -> None:
     tokens = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
     assert sosp.count(tokens, torch.zeros(2, 7, 3)).macs == 7 * (15 + 10)
@@ -415,6 +427,117 @@ def test_the_alternative_is_never_more_whatever_follows_the_channels(name: str) 
     assert other.macs <= exact.macs
 
 
+@pytest.mark.parametrize("name", ["depthwise-multiplier", "resnext", "transposed-grouped"])
+@pytest.mark.parametrize(("share", "seed"), [(0.5, 0), (0.7, 1)])
+def test_layers_in_groups_cost_what_the_shrunk_network_has(name: str, share: float, seed: int) -> None:
+    c = case_to_shrink(name)
+    mask = mask_of(c.model, some_channels(c, share, seed), c)
+    cost, small = sosp.count(c.model, c.example, mask), sosp.shrink(c.model, mask, c.example)
+    assert cost.params == parameters(small)
+    assert cost.macs == macs(small, c.example)
+
+
+class Part(nn.Module):
+    """Half of what it gives is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Conv2d(4, 6, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x)[:, :3]
+
+
+class Gate(nn.Module):
+    """Squeeze and excite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.fc(x.mean((2, 3))).sigmoid()[:, :, None, None]
+
+
+class Tailed(nn.Module):
+    """A stream of four channels, and something behind it."""
+
+    def __init__(self, tail: nn.Module, width: int) -> None:
+        super().__init__()
+        self.stem, self.branch = conv(3, 4, 1), conv(4, 4, 1)
+        self.tail, self.head = tail, nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        return self.head(self.tail((x + self.branch(x)).relu()).mean((2, 3)))
+
+
+PIXELS = 4
+# The chain keeps two channels of the stream, of which nothing goes in what is built: MACs by the alternative, by hand.
+TAILS: dict[str, tuple[Callable[[], nn.Module], int, dict[str, int]]] = {
+    "half of it is read": (Part, 3, {"tail.last": 2 * 3 * PIXELS, "head": 3 * 2}),
+    "a gate": (Gate, 4, {"tail.fc": 2 * 4, "head": 2 * 2}),
+    "depthwise": (lambda: nn.Conv2d(4, 4, 3, 1, 1, groups=4, bias=False), 4, {"tail": 2 * 9 * PIXELS, "head": 2 * 2}),
+}
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_the_chain_goes_on_behind_an_add(tail: str) -> None:
+    build, width, wanted = TAILS[tail]
+    model, x = Tailed(build(), width).eval(), torch.zeros(2, 3, 2, 2)
+    mask = sosp.Mask.from_removed(model, {"stem": [0], "branch": [1, 2]}, x)
+    cost = sosp.count(model, x, mask, convention="alternative")
+    assert {n.name: n.macs for n in cost.layers if n.name in wanted} == wanted
+
+
+def test_norms_do_not_make_a_chain_longer() -> None:
+    class Norms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.skip = conv(3, 5, 1), conv(5, 4, 1), conv(3, 4, 1)
+            self.norms, self.head = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4)), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.second(self.first(x).relu())
+            return self.head((self.norms(self.skip(x)) + y).relu().mean((2, 3)))
+
+    model, x = Norms().eval(), torch.zeros(2, 3, 2, 2)
+    mask = sosp.Mask.from_removed(model, {"second": [0, 1, 2], "skip": [3]}, x)
+    found = {n.name: n.macs for n in sosp.count(model, x, mask, convention="alternative").layers}
+    assert (found["second"], found["head"]) == (5 * PIXELS, 1 * 2)
+
+
+class Pair(nn.Module):
+    """Two layers side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(3, 4), nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.logaddexp(self.a(x), self.b(x)))
+
+
+class Shared(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.a(x).relu()) + self.head(self.b(x).relu())
+
+
+def test_the_conventions_agree_where_zeros_do_not_make_a_zero() -> None:
+    model, x = Pair(), torch.zeros(2, 3)
+    mask = sosp.Mask.from_removed(model, {"a": [0], "b": [0, 1]}, x)
+    exact, other = (sosp.count(model, x, mask, convention=c) for c in ("exact", "alternative"))
+    assert exact == other
+    assert exact.macs == 3 * 3 + 3 * 2 + 4 * 2
+
+
+def test_a_layer_that_reads_twice_has_the_inputs_of_the_wider_one() -> None:
+    model, x = Shared(), torch.zeros(2, 3)
+    mask = sosp.Mask.from_removed(model, {"a": [0], "b": [1, 2]}, x)
+    assert sosp.count(model, x, mask).macs == 3 * 3 + 3 * 2 + 2 * 4 * 2
+    assert sosp.count(model, x, mask, convention="alternative").macs == 3 * 3 + 3 * 2 + 2 * 3 * 2
+
+
 CHAINS = ["mlp", "mlp-nobias", "conv-bn", "conv-nobn", "softplus", "conv1d", "linear-in-gates", "transposed"]
 CONCATS = ["concat", "preact"]
 
@@ -520,6 +643,14 @@ def test_a_budget_counts_what_recurrent_layers_cost() -> None:
     assert sosp.count(small, x).macs == sosp.count(model, x, mask).macs == whole - 3 * 9
 
 
+def test_both_conventions_count_recurrent_layers() -> None:
+    model, x = Sequences(), torch.randn(4, STEPS, 6)
+    mask = sosp.Mask.from_removed(model, {"hidden": [0, 1, 2]}, x)
+    whole = STEPS * (6 * 5 + 3 * 7 * (5 + 7)) + 7 * 8 + 8 * 2
+    for convention in ("exact", "alternative"):
+        assert sosp.count(model, x, mask, convention=convention).macs == whole - 3 * 9
+
+
 def test_a_recurrent_layer_in_a_loop_counts_each_time() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -530,3 +661,68 @@ def test_a_recurrent_layer_in_a_loop_counts_each_time() -> None:
             return self.head(self.gru(self.gru(x)[0])[0][:, -1])
 
     assert sosp.count(Twice(), torch.randn(3, 5, 4)).macs == 2 * 5 * 3 * 4 * 8 + 8
+
+
+class Read(nn.Module):
+    """What a recurrent layer, or one step of a cell, gives is read by a linear layer."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.head = inner, nn.Linear(7, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return self.head(y[0] if isinstance(y, tuple) else y)
+
+
+GATES: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "GRU": (lambda: nn.GRU(5, 7, batch_first=True), 3),
+    "LSTM": (lambda: nn.LSTM(5, 7, batch_first=True), 4),
+    "RNN": (lambda: nn.RNN(5, 7, batch_first=True), 1),
+    "RNN, relu": (lambda: nn.RNN(5, 7, batch_first=True, nonlinearity="relu"), 1),
+    "GRUCell": (lambda: nn.GRUCell(5, 7), 3),
+    "LSTMCell": (lambda: nn.LSTMCell(5, 7), 4),
+    "RNNCell": (lambda: nn.RNNCell(5, 7), 1),
+    "RNNCell, relu": (lambda: nn.RNNCell(5, 7, nonlinearity="relu"), 1),
+}
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_every_kind_of_recurrent_layer_counts_its_gates(kind: str) -> None:
+    build, gates = GATES[kind]
+    steps = 1 if "Cell" in kind else STEPS
+    x = torch.randn(3, 5) if "Cell" in kind else torch.randn(3, STEPS, 5)
+    assert sosp.count(Read(build()), x).macs == steps * (gates * 7 * (5 + 7) + 7 * 2)
+
+
+def test_a_packed_sequence_has_no_steps_of_padding() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, [5, 3], batch_first=True)
+            return self.head(self.lstm(packed)[1][0][0])
+
+    assert sosp.count(Packed(), torch.randn(2, 5, 4)).macs == (5 + 3) // 2 * 4 * 4 * 8 + 8
+
+
+def test_recurrent_layers_that_share_their_matrices_both_count() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.head = nn.GRUCell(4, 4), nn.GRUCell(4, 4), nn.Linear(4, 2)
+            self.second.weight_ih, self.second.weight_hh = self.first.weight_ih, self.first.weight_hh
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.second(self.first(x)))
+
+    cost = sosp.count(Tied(), torch.randn(3, 4))
+    assert cost.params == parameters(Tied()) == 3 * 4 * 8 + 2 * 24 + 10
+    assert cost.macs == 2 * 3 * 4 * 8 + 8
+
+
+def test_a_matrix_of_a_recurrent_layer_that_is_computed_counts() -> None:
+    model = Read(nn.utils.parametrizations.weight_norm(nn.GRUCell(5, 7), "weight_hh"))
+    assert sosp.count(model, torch.randn(3, 5)).macs == 3 * 7 * (5 + 7) + 7 * 2

@@ -625,3 +625,34 @@ def test_hooks_of_the_user_run_on_copies_only() -> None:
         sosp.trace(model, picture())
     assert shapes
     assert not any(own for own, _ in shapes)
+
+
+@pytest.mark.parametrize(("kind", "width", "steps"), [(nn.LSTM, 7, 9), (nn.GRU, 5, 30)])
+def test_recurrent_ops_are_not_tried_out(
+    kind: type[nn.RNNBase], width: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With gates of another width than its states have torch reads beyond them, and the process dies."""
+
+    class Sentence(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.inner = nn.Linear(4, 5), kind(5, width, batch_first=True)
+            self.head = nn.Linear(width, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.inner(self.words(x))[0][:, -1])
+
+    tried: list[str] = []
+    run = probe.Call.run
+
+    def noted(self: probe.Call, leaves: Any) -> list[Tensor]:
+        tried.append(self.name)
+        if self.name in ("lstm", "gru"):
+            raise ValueError("not on other widths")
+        return run(self, leaves)
+
+    monkeypatch.setattr(probe.Call, "run", noted)
+    flow = sosp.trace(made(Sentence), torch.randn(3, steps, 4))
+    assert not {"lstm", "gru"} & set(tried)
+    (pin,) = (p for p in flow.pinned if p.op in ("lstm", "gru"))
+    assert (pin.layers, pin.why) == (("words",), f"{pin.op} mixes the channels it is given")

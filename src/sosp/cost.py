@@ -15,15 +15,12 @@ from sosp.errors import StructureError, one_of
 from sosp.flow import Flow, follow
 from sosp.flow.graph import ZERO, Cut, Dense
 from sosp.flow.layout import Layout, whole
+from sosp.flow.ops import RECURRENT
 from sosp.flow.plan import plan
 from sosp.flow.twin import rows
 from sosp.mask import Mask, check_mask
 
 CONVENTIONS = ("exact", "alternative")
-# Every step of a sequence, or call of a cell, applies all of a recurrent module's matrices once.
-RECURRENT = frozenset(
-    {"gru", "lstm", "rnn_tanh", "rnn_relu", "gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"}
-)
 MATRICES = re.compile(r"weight_(ih|hh|hr)(_l\d+)?(_reverse)?")
 
 
@@ -111,12 +108,14 @@ def _recurrent(flow: Flow) -> dict[str, int]:
     for op in flow.graph.records.get("eval", ()):
         if op.name in RECURRENT:
             steps[op.module] = steps.get(op.module, 0) + prod(op.shapes[0][:-1])
-    found: dict[str, int] = {}
-    for name, shape in flow.parameters.items():
-        module, _, key = name.rpartition(".")
-        if module in steps and MATRICES.fullmatch(key):
-            found[module] = found.get(module, 0) + prod(shape)
-    return {module: round(elements * steps[module] / examples) for module, elements in found.items()}
+    assert flow.network is not None
+    sizes = {module: _matrices(flow.network.get_submodule(module)) for module in steps}
+    return {module: round(size * steps[module] / examples) for module, size in sizes.items() if size}
+
+
+def _matrices(module: nn.Module) -> int:
+    """Elements of a recurrent module's matrices: also of those that another one owns, or that are computed."""
+    return sum(getattr(module, key).numel() for key in dir(module) if MATRICES.fullmatch(key))
 
 
 def _gone(flow: Flow, layout: Layout) -> set[str]:

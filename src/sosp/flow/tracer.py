@@ -25,7 +25,7 @@ from sosp.flow.ops import (
     DROPOUTS,
     FACTORIES,
     SIZES,
-    UNWRITTEN,
+    UNTRIED,
     VALUES,
     code_of,
     frame_of,
@@ -184,12 +184,12 @@ class Tracer(TorchFunctionMode):
             moving = self.moving(call, given)
             if moving is not None:
                 return list(moving), True
-        unwritten = call.name in UNWRITTEN or call.name in FACTORIES
-        alike = None if unwritten else elementwise(self.book, call, given)
+        untried = call.name in UNTRIED
+        alike = None if untried else elementwise(self.book, call, given)
         if alike is not None:
             return list(alike), False
         full = {k: x.full() for k, x in given.items() if x is not None}
-        copies = None if unwritten else copied(call, full, OPAQUE, ZERO)
+        copies = None if untried else copied(call, full, OPAQUE, ZERO)
         if copies is not None:
             return [settle(x) for x in copies], True
         lost = self.book.mixed(call.leaves)
