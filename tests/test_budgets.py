@@ -142,6 +142,8 @@ def test_what_asks_for_nothing_removes_nothing(what: str) -> None:
         mask = sosp.select(s, **{what: limit})
         assert mask.chosen == 0, limit
         assert mask.removed == {}
+        assert sosp.select(s, **{what: limit}, scope="layer").removed == {}
+        assert sosp.select(s, **{what: limit}, cap=0.0).removed == {}
     assert sosp.select(s, **{what: whole - 1}).chosen > 0
 
 

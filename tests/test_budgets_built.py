@@ -65,3 +65,13 @@ def test_what_the_trial_of_an_example_did_not_show_is_asked_again() -> None:
     for _ in range(16):
         sosp.select(sosp.Saliency(saliency.structures, "random", torch.rand(80)), macs=0.5)
     assert flow.graph.fixed
+
+
+@pytest.mark.parametrize("seed", [5, 8])
+def test_no_more_goes_than_the_budget_needs_where_the_search_goes_on(seed: int) -> None:
+    model, x, saliency = scores(seed)
+    mask = sosp.select(saliency, macs=0.35)
+    order = torch.argsort(saliency.scores, stable=True)
+    assert mask == sosp.Mask.from_structures(saliency.structures, order[: mask.chosen])
+    fewer = sosp.Mask.from_structures(saliency.structures, order[: mask.chosen - 1])
+    assert cost(sosp.shrink(model, fewer, x), x)["macs"] > 0.35 * cost(model, x)["macs"]

@@ -155,6 +155,16 @@ def test_scale_divides_the_cost() -> None:
     assert sosp.select(paired, ratio=0.5, scale="macs") == sosp.select(s, ratio=0.5, scale="macs")
 
 
+def test_what_has_no_size_is_as_small_as_the_smallest_that_has() -> None:
+    """A kernel is never smaller than 1."""
+    layers = (layer("a", 2, kernel=0.0, macs=0.0), layer("b", 2, kernel=3.0, macs=9.0))
+    s = sosp.Saliency(replace(structures(2, 2), layers=layers), "first-order", torch.tensor([2.0, 8.0, 1.0, 5.0]))
+    by_macs = sosp.select(s, ratio=0.5, scale="macs").removed  # .22 .89 .11 .56
+    assert {k: v.tolist() for k, v in by_macs.items()} == {"a": [0], "b": [0]}
+    by_kernel = sosp.select(s, ratio=0.5, scale="kernel").removed  # 2 8 .33 1.67
+    assert {k: v.tolist() for k, v in by_kernel.items()} == {"b": [0, 1]}
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_scale_divides_what_a_structure_adds_to_those_gone(objective: str, seed: int) -> None:
@@ -213,6 +223,15 @@ def test_a_mask_that_cuts_the_network_is_refused_and_the_layer_named() -> None:
     name = next(iter(c.layers))
     with pytest.raises(DisconnectedError, match=rf"{name}.*cap=0.95"):
         remove_all_of(c.model, c.inputs[:2], name)
+
+
+def test_a_layer_whose_bias_alone_is_left_is_dead() -> None:
+    c = case("mlp")
+    found = sosp.find_structures(c.model, c.inputs[:2], kind="weights")
+    first = torch.ones(len(found))
+    first[found.ids[[layer.name for layer in found.layers].index("fc1.weight")]] = 0
+    with pytest.raises(DisconnectedError, match="'fc1'"):
+        sosp.select(sosp.Saliency(found, "first-order", first), ratio=35 / len(found))
 
 
 def test_a_removable_branch_may_go_and_both_of_two_may_not() -> None:

@@ -253,6 +253,12 @@ def test_widths_are_rounded_by_taking_back() -> None:
     assert removed(mask) == {"a": [0], "b": [0, 1]}
 
 
+def test_a_layer_narrower_than_the_multiple_stays_whole() -> None:
+    s = scored([float(i) for i in range(5)], 5)
+    for ratio in (0.2, 0.4, 0.6, 0.8):
+        assert sosp.select(s, ratio=ratio, round_to=6, scope="layer").removed == {}
+
+
 def test_a_scale_matters_within_a_layer_of_groups_only() -> None:
     _, s = coupled("fisher")
     plain = scored([3, 2, 1, 4], 2, 2)
