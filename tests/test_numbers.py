@@ -109,3 +109,142 @@ def test_attention_by_hand_is_pruned() -> None:
     torch.testing.assert_close(found.model(x), sosp.masked(model, found.mask)(x))
     assert found.cost_after.params < found.cost_before.params
     assert pinned(sosp.trace(model, x)) == {"q"}
+
+
+def kept(model: nn.Module, removed: dict[str, list[int]], x: Tensor) -> set[str]:
+    """The layers that are pinned; the smaller network is the masked one."""
+    mask = sosp.Mask.from_removed(model, removed, x)
+    small, masked = sosp.shrink(model, mask, x), sosp.masked(model, mask)
+    with torch.no_grad():
+        torch.testing.assert_close(small(x), masked(x), atol=1e-6, rtol=0)
+    return pinned(sosp.trace(model, x))
+
+
+class Reads(Net):
+    """Reads two widths, and computes with one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).relu()
+        y = self.b(y.view(len(y), y.shape[1])).relu()
+        return self.c(y / y.shape[1] ** 0.5)
+
+
+class Size(nn.Module):
+    def forward(self, x: Tensor) -> int:
+        return x.shape[1]
+
+
+class Elsewhere(Net):
+    """Another module reads the width."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(between)
+        self.size = Size()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(self.a(x).relu()).relu()
+        return self.c(y / self.size(y) ** 0.5)
+
+
+class Sum(Net):
+    """Reads the width of one of two that are added."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(between)
+        self.d = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x).relu()
+        x = x.view(len(x), x.shape[1])
+        y = self.b(x)
+        return self.c((y + self.d(x)) / y.shape[1] ** 0.5)
+
+
+class Inner(nn.Module):
+    """Reads the widths of its own layer."""
+
+    def __init__(self, of_weight: bool) -> None:
+        super().__init__()
+        self.layer, self.of_weight = nn.Linear(8, 8), of_weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x).relu()
+        return x.view(len(x), self.layer.weight.shape[0] if self.of_weight else x.shape[1])
+
+
+class Around(Net):
+    """Computes with the width of its first layer."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Tensor], of_weight: bool = False) -> None:
+        super().__init__(between)
+        self.b = Inner(of_weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x).relu()
+        return self.c(self.b(x) / x.shape[1] ** 0.5)
+
+
+class AroundWeight(Around):
+    def __init__(self, between: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(between, of_weight=True)
+
+
+MEANT: dict[type[Net], set[str]] = {
+    Reads: {"b"},
+    Sum: {"b", "d"},
+    Around: {"a"},
+    AroundWeight: {"a"},
+    Elsewhere: {"a", "b", "c"},
+}
+
+
+@pytest.mark.parametrize(("cls", "layers"), MEANT.items())
+def test_a_width_is_told_from_others_where_its_own_module_reads_it(cls: type[Net], layers: set[str]) -> None:
+    """Where another one does, any width may be meant."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = cls(lambda m, x: x).eval()
+    second = "b.layer" if isinstance(model, Around) else "b"
+    assert kept(model, {"a": [0, 3], second: [1, 2, 5]}, X) == layers
+
+
+class Images(nn.Module):
+    """A layer, a depthwise one, and a norm without parameters behind the third."""
+
+    def __init__(self, number: Callable[[Any], int]) -> None:
+        super().__init__()
+        self.stem, self.deep = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 3, padding=1, groups=6)
+        self.project, self.norm, self.head = nn.Conv2d(6, 8, 1), nn.BatchNorm2d(8, affine=False), nn.Linear(8, 3)
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.project(self.deep(self.stem(x).relu()).relu()))
+        return self.head(x.relu().mean((2, 3)) / self.number(self))
+
+
+IMAGES = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1))
+# What is computed with -> the layers whose channels are pinned by it.
+COUNTED: dict[str, tuple[Callable[[Any], int], set[str]]] = {
+    "behind a depthwise layer": (lambda m: m.project.out_channels, {"project"}),
+    "of the depthwise layer": (lambda m: m.deep.out_channels, {"deep"}),
+}
+
+
+@pytest.mark.parametrize("what", COUNTED)
+def test_only_the_width_that_is_computed_with_stays_in_a_network_of_images(what: str) -> None:
+    number, layers = COUNTED[what]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Images(number).eval()
+    assert kept(model, {"stem": [0, 3], "project": [1, 2, 5]}, IMAGES) == layers
+
+
+def test_where_the_width_of_a_norm_is_computed_with_its_channels_go_behind_it() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Images(lambda m: m.norm.num_features).eval()
+    mask = sosp.Mask.from_removed(model, {"project": [1, 2, 5]}, IMAGES)
+    small = sosp.shrink(model, mask, IMAGES)
+    assert (small.project.out_channels, small.norm.num_features, small.head.in_features) == (8, 8, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(small(IMAGES), sosp.masked(model, mask)(IMAGES), atol=1e-6, rtol=0)
