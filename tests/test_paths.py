@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import sosp
 from sosp import surgery, verify
 from sosp.errors import StructureError, SurgeryError
-from sosp.flow.paths import PathWarning
+from sosp.flow.paths import PathWarning, listed
 
 PATHS = pytest.mark.filterwarnings("ignore::sosp.flow.paths.PathWarning")
 
@@ -285,3 +285,103 @@ def test_what_differs_names_the_line_that_decides(monkeypatch: pytest.MonkeyPatc
         sosp.shrink(model, mask, x)
     for word in ("out_features", f"__bool__ at {line_of(Branch, 'x.mean() > 0')}", "exclude=", "a, b", "sosp.masked"):
         assert word in str(caught.value)
+
+
+class Told(nn.Module):
+    """One of two layers, by what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, way: bool) -> Tensor:
+        y = self.a(x).relu()
+        return self.b(y) if way else self.c(y)
+
+
+class Router(nn.Module):
+    """Decides, and all of its layers run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, bool]:
+        y = self.second(self.first(x).relu())
+        return y, bool(x.mean() > 0)
+
+
+class Routed(nn.Module):
+    """One module decides, another one goes that way, and a third has nothing to do with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.told, self.head = Router(), Told(), nn.Linear(6, 3)
+        self.apart = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, way = self.router(x)
+        return self.head(self.apart(x) + y + self.told(x, way))
+
+
+@PATHS
+def test_the_module_that_decides_and_the_one_that_is_told_keep_what_another_way_reads() -> None:
+    model, x = made(Routed), noise(5, 2)
+    assert sosp.trace(model, x).unseen == ("told.c",)
+    small = check_every_way(model, {"told.a": [0, 3], "router.first": [4], "apart.0": [1, 2]}, x, WAYS)
+    assert (small.told.b.in_features, small.router.second.in_features) == (8, 8)
+    assert (small.apart[0].out_features, small.apart[2].in_features) == (6, 6)
+    (pin,) = (p for p in sosp.trace(model, x).pinned if p.op == "__bool__")
+    assert {"router.first", "told.a"} <= set(pin.layers)
+    assert "apart.0" not in pin.layers
+
+
+@PATHS
+def test_where_every_layer_ran_no_width_is_kept() -> None:
+    model, x = made(Skips), noise(5)
+    assert {p.op for p in sosp.trace(model, x).pinned} == {"sum", "return"}
+
+
+class Borrowed(Branch):
+    """Uses the weight of a layer by hand, and not its bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).relu()
+        y = self.b(y) if x.mean() > 0 else y
+        return self.head(nn.functional.linear(y, self.c.weight).relu())
+
+
+@PATHS
+def test_a_layer_whose_weight_is_used_by_hand_was_seen() -> None:
+    assert sosp.trace(made(Borrowed), noise(5, 2)).unseen == ()
+
+
+def test_a_count_of_rows_is_told_where_layers_did_not_run_and_only_there() -> None:
+    model, x = made(lambda: Experts(count=True)), noise(40)
+    best = model.gate(x).argmax(-1).tolist()
+    x = x[[best.index(i) for i in range(4)]]  # a row for each of them
+    sosp.find_structures(model, x)  # warnings are errors here
+    with pytest.warns(PathWarning, match=r"nonzero at .* did not run on the example"):
+        sosp.find_structures(model, x[:1])
+
+
+class Decides(Branch):
+    """In two lines."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).relu()
+        y = self.b(y) if x.mean() > 0 else self.c(y)
+        return self.head(y.relu() if x.sum() > 0 else y)
+
+
+@PATHS
+def test_the_line_that_decides_first_is_named() -> None:
+    flow = sosp.trace(made(Decides), noise(5, 2))
+    (pin,) = (p for p in flow.pinned if p.op == "__bool__")
+    assert pin.where == line_of(Decides, "x.mean() > 0")
+
+
+def test_three_names_are_listed_and_the_rest_counted() -> None:
+    assert listed(("a", "b", "c")) == "a, b, c"
+    assert listed(("a", "b", "c", "d")) == "a, b, c and 1 more"
+    assert listed(("a", "b", "c", "d", "e")) == "a, b, c and 2 more"
