@@ -109,6 +109,12 @@ def test_points_count_their_runs(tmp_path: Path) -> None:
     assert shown["sosp-h (paper)"].points == ((338e3, 93.15, 0.15, 0),)
 
 
+def test_a_single_gate_is_not_named_and_its_points_stand_by_size(tmp_path: Path) -> None:
+    (figure,) = found(tmp_path, *(pruned(ratio=ratio) for ratio in (0.3, 0.7, 0.5)), published=(PAPER,))
+    assert [up for _, up, _ in figure.panels] == ["accuracy in percent"] * 2
+    assert [p.x for p in lines(figure)["sosp-h"].points] == [255_000, 425_000, 595_000]
+
+
 def test_a_second_table_of_the_paper_is_a_series_of_its_own(tmp_path: Path) -> None:
     later = replace(PAPER, accuracy=93.27, std=0.06, table="App. A.14")
     (figure,) = found(tmp_path, pruned(), published=(PAPER, later))

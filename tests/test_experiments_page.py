@@ -21,6 +21,7 @@ from sosp.experiments.definition import starts
 from sosp.experiments.page import check, pages, write
 from sosp.experiments.page.findings import departures, findings, quicker, verdict
 from sosp.experiments.page.rows import Stat, beside, rows
+from sosp.experiments.page.words import asked, gate, scored_with, size, stated
 from sosp.experiments.records import NETWORKS, everything
 from sosp.experiments.records import write as keep
 
@@ -209,6 +210,53 @@ def test_what_does_not_apply_is_left_out(tmp_path: Path) -> None:
     assert "resnet56-cifar10: size" not in none
 
 
+def test_sizes_are_printed_with_their_unit() -> None:
+    assert [size(n) for n in (9_999, 10_000, 999_499, 1e6, 1e9)] == ["9999", "10 k", "999 k", "1.00 M", "1.00 G"]
+    assert [stated(n) for n in (999, 1e3, 1e6, 1.82e9)] == ["999", "1 k", "1 M", "1.82 G"]
+
+
+def test_what_was_asked_for_is_a_share_or_a_number() -> None:
+    def said(what: str, value: float) -> str:
+        return asked(Pruned(START, "sosp-h", (what, value)))
+
+    assert [said("ratio", 0.5), said("params", 1.0)] == ["0.5 removed", "100.00 % of parameters left"]
+    assert [said("params", 338e3), said("macs", 55e6)] == ["338 k parameters left", "55.00 M MACs left"]
+
+
+@pytest.mark.parametrize(
+    ("method", "shown"),
+    [
+        ("random", ("–", "–")),
+        ("slimming", ("–", "–")),
+        ("eigendamage", ("–", "1000")),
+        ("amc", ("–", "1000")),
+        ("sosp-i", ("weights", "1000")),
+    ],
+)
+def test_a_method_has_a_gate_and_examples_where_it_needs_them(method: str, shown: tuple[str, str]) -> None:
+    cell = Pruned(START, method, ("ratio", 0.5))
+    assert (gate(cell), scored_with(cell)) == shown
+
+
+@pytest.mark.parametrize(("what", "values"), [("ratio", (0.3, 0.5, 0.7)), ("params", (0.7, 0.5, 0.3))])
+def test_light_pruning_stands_first(what: str, values: tuple[float, ...], tmp_path: Path) -> None:
+    cells = [Pruned(START, "sosp-h", (what, value)) for value in values]
+    for cell in cells:
+        keep(tmp_path, record(cell, figures(0.9)), "some")
+    text = pages([replace(SOME, cells=tuple(cells[::-1]))], tmp_path).texts["some.md"]
+    heads, *found = table_of(text, "resnet56-cifar10: accuracy")
+    assert [line[heads.index("asked for")] for line in found] == [asked(cell) for cell in cells]
+
+
+def test_a_network_trained_for_slimming_is_told_from_the_plain_one(tmp_path: Path) -> None:
+    starts = (START, replace(START, slimming=1e-4))
+    for start in starts:
+        keep(tmp_path, record(start, {"accuracy": 0.9, "params": 10, "macs": 20}), NETWORKS)
+    text = pages([replace(SOME, cells=starts)], tmp_path).texts["some.md"]
+    _, *found = table_of(text, "Networks")
+    assert [line[0] for line in found] == ["resnet56-cifar10", "resnet56-cifar10, L1"]
+
+
 def test_only_its_own_cells_count_as_measured(results: Path) -> None:
     network = next((results / NETWORKS).glob("*.json")).read_text()
     (results / "some").rename(results.parent / "away")
@@ -257,8 +305,24 @@ def test_claims_are_judged_by_a_rule(points: tuple[float, ...], relation: str, f
 
 
 @pytest.mark.parametrize(
+    ("pairs", "relation", "found"),
+    [  # exact in binary: at a bound, and beyond it
+        ([(0.5 + k / 128, 0.5) for k in (1, 2, 3)], "better", "within the noise"),  # the mean is two deviations
+        ([(0.5, 0.5)] * 3, "better", "within the noise"),
+        ([(0.005, 0.0)] * 3, "equal", "confirmed"),  # the mean is the margin
+        ([(0.005, 0.0), (0.0, 0.0), (0.0, 0.005)], "equal", "confirmed"),  # the deviation is
+        ([(0.009, 0.0), (0.0, 0.0), (0.0, 0.009)], "equal", "within the noise"),
+    ],
+)
+def test_what_is_at_a_bound_of_the_rule(pairs: list[tuple[float, float]], relation: str, found: str) -> None:
+    assert verdict(Claim("", 1, "a", "b", relation=relation), pairs, 0.0005) == found
+
+
+@pytest.mark.parametrize(
     ("mine", "other", "found"),
     [
+        (Stat(1.0, 0, 1), Stat(10.0, 0, 1), "undecided"),
+        (Stat(1.0, 0.5, 5), Stat(2.0, 0.25, 5), "within the noise"),
         (Stat(0.92, 0.001, 5), Stat(0.93, 0.002, 5), "confirmed"),
         (Stat(0.93, 0.001, 5), Stat(0.92, 0.002, 5), "contradicted"),
         (Stat(0.92, 0.001, 5), Stat(0.93, 0.006, 5), "within the noise"),
@@ -291,6 +355,28 @@ def test_little_above_guessing_nothing_is_compared(guessed: float, found: str, t
     assert ("4 of 4" in found_pages["index.md"]) == (guessed == 0.01)
 
 
+def test_twice_guessing_is_enough_and_one_lucky_run_is_not() -> None:
+    claim = Claim("it helps", 34, "sosp-h", "first-order")
+    assert verdict(claim, [(0.2, 0.11)] * 3, 0.1) == "confirmed"
+    assert verdict(claim, [(0.25, 0.1), (0.15, 0.1), (0.15, 0.1)], 0.1) == "near guessing"
+
+
+@pytest.mark.parametrize(
+    ("data", "guessed"),
+    [("digits", 0.1), ("cifar10", 0.1), ("cifar100", 0.01), ("imagenet", 0.001), ("photographs", 0.0)],
+)
+def test_guessing_is_one_of_the_classes_where_they_are_known(data: str, guessed: float, tmp_path: Path) -> None:
+    cells = tuple(replace(c, start=replace(START, data=data)) for c in SOME.cells if isinstance(c, Pruned))
+    few = replace(SOME, cells=cells)
+    for share, found in ((1.9, "near guessing" if guessed else "within the noise"), (2.1, "confirmed")):
+        for cell in cells:
+            final = share * guessed if cell.method == "sosp-h" else guessed
+            more = 1e-6 if not guessed and share > 2 and cell.method == "sosp-h" else 0.0
+            keep(tmp_path, record(cell, {**figures(0.9), "final": final + more}), "some")
+        (finding,) = findings(few, rows(few, tmp_path))
+        assert finding.verdict == found
+
+
 def test_only_seeds_that_both_sides_have_are_compared(results: Path) -> None:
     (finding,) = findings(SOME, rows(SOME, results))
     assert finding.differences == pytest.approx([0.89, 0.91, 0.93])
@@ -320,6 +406,15 @@ def test_methods_are_compared_on_equal_terms(results: Path) -> None:
         assert list(findings(few, rows(few, results))) == []
         loose = replace(few, claims=(replace(SOME.claims[0], same_terms=False),))
         assert len(list(findings(loose, rows(loose, results)))) == ("gate" not in change)
+
+
+def test_networks_are_compared_with_themselves_only(tmp_path: Path) -> None:
+    first = [cell for cell in SOME.cells if isinstance(cell, Pruned) and cell.method == "sosp-h"]
+    others = [replace(cell, method="first-order", start=replace(START, data="cifar100")) for cell in first]
+    for cell in (*first, *others):
+        keep(tmp_path, record(cell, figures(0.9)), "some")
+    few = replace(SOME, cells=(*first, *others))
+    assert list(findings(few, rows(few, tmp_path))) == []
 
 
 def test_the_papers_numbers_stand_beside_the_accuracy_they_are_of(results: Path) -> None:
@@ -399,6 +494,17 @@ def test_the_index_counts_verdicts_and_seeds(results: Path) -> None:
     assert "seeds in favour" not in heads
 
 
+def test_a_seed_without_a_difference_is_not_in_favour(tmp_path: Path) -> None:
+    for cell in SOME.cells:
+        keep(tmp_path, record(cell, figures(0.9)), "some")
+    assert "| 1 within the noise | 0 of 4 |" in pages([SOME], tmp_path).texts["index.md"]
+
+
+def test_one_experiment_that_is_decided_is_enough_for_the_index(results: Path) -> None:
+    other = replace(SOME, name="other", cells=())
+    assert "so that no claim is decided" not in pages([SOME, other], results).texts["index.md"]
+
+
 def test_accuracies_that_differ_from_the_papers_are_named(results: Path) -> None:
     found = list(departures(rows(SOME, results), "final"))
     assert len(found) == 1  # the final one is within the deviations, the one before fine-tuning is far off
@@ -414,12 +520,47 @@ def test_accuracies_that_differ_from_the_papers_are_named(results: Path) -> None
     assert "that differ" not in near
 
 
+@pytest.mark.parametrize(
+    ("finals", "std", "apart"),
+    [  # the paper has 93
+        ((0.932,), None, False),  # within the tolerance
+        ((0.928,), None, False),
+        ((0.934,), None, True),
+        ((0.926,), None, True),
+        ((0.934,), 0.5, False),  # within the paper's deviation
+        ((0.934, 0.936), None, True),
+        ((0.932, 0.935, 0.938), None, True),  # 93.5 ± 0.3
+        ((0.932, 0.935, 0.938), 0.3, False),  # within both together
+        ((0.932, 0.935, 0.938), 0.1, True),
+    ],
+)
+def test_an_accuracy_differs_beyond_both_deviations_and_the_tolerance(
+    finals: tuple[float, ...], std: float | None, apart: bool, tmp_path: Path
+) -> None:
+    paper = Published(31, *PLACE, "sosp-h", 93.0, std, ratio=0.5)
+    few = replace(SOME, cells=SOME.cells[: len(finals)], published=(paper,))
+    for cell, final in zip(few.cells, finals, strict=True):
+        keep(tmp_path, record(cell, figures(final)), "some")
+    found = list(departures(rows(few, tmp_path), "final"))
+    assert len(found) == apart
+    assert all((" with a single run" in line) == (len(finals) == 1) for line in found)
+
+
 def test_the_papers_row_beside_a_cell() -> None:
     cell = SOME.cells[0]
     assert beside(cell, SOME.published) == SOME.published[0]
     assert beside(replace(cell, budget=("ratio", 0.3)), SOME.published) is None  # type: ignore[call-arg]
     assert beside(START, SOME.published) == SOME.published[2]
     assert beside(replace(START, width=2.0), SOME.published) is None
+
+
+def test_of_the_papers_rows_the_first_of_the_budget_is_taken_or_the_only_one() -> None:
+    cell, row = SOME.cells[0], SOME.published[0]
+    assert beside(cell, (row, replace(row, line=36))) == row
+    only = replace(row, ratio=None)
+    assert beside(cell, (only,)) == only
+    assert beside(cell, (only, replace(only, line=36))) is None
+    assert beside(cell, (only, replace(row, line=36))) == replace(row, line=36)
 
 
 def test_runs_that_began_with_different_networks_are_named(results: Path) -> None:
@@ -442,6 +583,27 @@ def test_what_is_missing_or_refused_is_said(results: Path) -> None:
     keep(results, record(last, {}, state="refused", reason="it cuts the network in two"), "some")
     assert f"- {last.name} was refused: it cuts the network in two" in pages([SOME], results).texts["some.md"]
     assert "| [some](some.md) | Some experiment | 8 | 7 | 1 | 0 | 0 |" in pages([SOME], results).texts["index.md"]
+
+
+def test_a_seed_that_was_refused_is_not_counted_as_done(results: Path) -> None:
+    keep(results, record(SOME.cells[-1], {}, state="refused", reason="it cuts the network in two"), "some")
+    heads, _, second = table_of(pages([SOME], results).texts["some.md"], "resnet56-cifar10: accuracy")
+    assert second[heads.index("seeds")] == "3 of 4"
+
+
+def test_where_nothing_is_missing_and_nothing_claimed_neither_is_mentioned(results: Path) -> None:
+    keep(results, record(SOME.cells[-1], figures(0.92)), "some")
+    text = pages([replace(SOME, claims=())], results).texts["some.md"]
+    assert "## Missing" not in text
+    assert "compared seed by seed" not in text
+
+
+def test_a_short_training_of_a_network_that_was_not_trained_has_its_part(tmp_path: Path) -> None:
+    untrained = replace(START, schedule=replace(START.schedule, epochs=0))
+    few = replace(SOME, cells=(Pruned(untrained, "sosp-h", ("ratio", 0.5)),))
+    keep(tmp_path, record(experiments.in_epochs(few, 30).cells[0], figures(0.9111)), "some")
+    text = pages([few], tmp_path).texts["some.md"]
+    assert "91.11" in text.split("## In 30 epochs")[1]
 
 
 def test_without_records_the_page_says_so(tmp_path: Path) -> None:
@@ -540,6 +702,9 @@ def test_a_page_that_was_tampered_with_is_found(results: Path, tmp_path: Path) -
     right = page.read_text()
     page.write_text(right.replace("93.15 ± 0.15", "93.51 ± 0.15"))
     assert "is not what the records say" in check([SOME], results, docs)[0]
+    lines = right.splitlines()
+    page.write_text("\n".join(lines[:5]))
+    assert f"{page}: line 6 is not" in check([SOME], results, docs)[0]
     page.write_text(right)
     keep(results, record(SOME.cells[0], figures(0.9399)), "some")
     assert {complaint.split(":")[0] for complaint in check([SOME], results, docs)} == {
