@@ -1,5 +1,6 @@
 """Carrying experiments out: every figure is what its steps give by hand, nothing is done twice, kills do no harm."""
 
+import json
 import os
 import re
 import shutil
@@ -365,6 +366,66 @@ def test_a_group_that_was_begun_is_gone_on_with_as_it_was(tmp_path: Path) -> Non
     assert together.grouped(other, other, tmp_path, 4)[0].folder(tmp_path) != folder
     # Begun on a machine with more room.
     assert [g.names for g in together.grouped(wanted, known, tmp_path, 1)] == [("e", "f"), *zip("abcd", strict=True)]
+
+
+def begin(group: together.Group, place: Path) -> Path:
+    """As if it had been trained for a while."""
+    folder = group.folder(place)
+    folder.mkdir()
+    (folder / together.MEMBERS).write_text(json.dumps(group.names))
+    return folder
+
+
+def test_a_network_is_trained_in_one_of_the_groups_that_were_begun(tmp_path: Path) -> None:
+    training = together.Training("digits", sosp.SCHEDULES["digits"])
+    known = dict.fromkeys("abcd", training)
+    for names in (("a", "b"), ("b", "c")):
+        begin(together.Group(training, names), tmp_path)
+    found = [group.names for group in together.grouped(known, known, tmp_path, 4)]
+    assert found in ([("a", "b"), ("c", "d")], [("b", "c"), ("a", "d")])
+    # What nobody wants any more is not gone on with.
+    assert [g.names for g in together.grouped({"d": training}, known, tmp_path, 4)] == [("d",)]
+
+
+def test_a_folder_that_is_not_what_it_says_is_no_group(tmp_path: Path) -> None:
+    """Of two trainings, or under the name of another one."""
+    first = together.Training("digits", sosp.SCHEDULES["digits"])
+    second = replace(first, cycles=2)
+    known = {"a": first, "b": second, "c": first}
+    for training in (first, second):
+        begin(together.Group(training, ("a", "b")), tmp_path)
+    begin(together.Group(first, ("c",)), tmp_path).rename(tmp_path / "group-0")
+    found = together.grouped(known, known, tmp_path, 4)
+    assert [(g.training, g.names) for g in found] == [(first, ("a", "c")), (second, ("b",))]
+
+
+def test_networks_of_two_trainings_are_not_mixed(tmp_path: Path) -> None:
+    first = together.Training("digits", sosp.SCHEDULES["digits"])
+    wanted = {"a": first, "b": replace(first, slimming=1e-4), "c": first, "d": first}
+    assert [g.names for g in together.grouped(wanted, wanted, tmp_path, 2)] == [("a", "c"), ("d",), ("b",)]
+
+
+def test_checkpoints_of_a_network_that_is_another_one_now_go(tmp_path: Path) -> None:
+    training = together.Training("digits", sosp.SCHEDULES["digits"])
+    mine, other = (begin(together.Group(training, names), tmp_path) for names in (("a", "b"), ("c",)))
+    together.forget_any(tmp_path, "b")
+    assert not mine.exists()
+    assert other.exists()
+
+
+def test_parts_are_told_as_often_as_a_training_was_moved(tmp_path: Path) -> None:
+    """There and back: what was lost and trained again is told once."""
+    group = together.Group(together.Training("digits", sosp.SCHEDULES["digits"]), ("a",))
+    path = begin(group, tmp_path) / together.PARTS
+    here, there = ({"hardware": h, "torch": "2.99", "commit": "abc"} for h in ("a desk", "a GPU"))
+    for epoch, origin in ((1, here), (2, here), (3, there), (6, here)):
+        together._begin_part(path, epoch, origin)
+    moved = [{"from": 1, **here}, {"from": 3, **there}, {"from": 6, **here}]
+    assert together.parts(group, tmp_path, here) == {"parts": moved}
+    together._begin_part(path, 3, here)
+    assert together.parts(group, tmp_path, here) == {}
+    assert together.parts(group, tmp_path, there) == {"parts": moved[:1]}
+    assert together.parts(group, tmp_path, {**here, "commit": "def"}) == {"parts": moved[:1]}
 
 
 # --- killed ---------------------------------------------------------------------------------------------
