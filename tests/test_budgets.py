@@ -134,6 +134,18 @@ def test_a_share_of_a_whole_number_is_not_lost_to_rounding() -> None:
 
 
 @LIMITS
+def test_channels_go_behind_a_norm_that_is_called_twice(what: str) -> None:
+    """In front of it they would not be gone: it sees other channels the second time."""
+    c = case("conv-in-bn-shared")
+    limit = 0.4 * cost(c.model, c.inputs)[what]
+    for seed in (2, 4):
+        s = saliency(c, seed)
+        order = torch.argsort(s.scores, stable=True).tolist()
+        count = sosp.select(s, **{what: 0.4}).chosen
+        assert left(c, s, order[:count], what) <= limit < left(c, s, order[: count - 1], what)
+
+
+@LIMITS
 def test_what_asks_for_nothing_removes_nothing(what: str) -> None:
     c = case("residual")
     s = saliency(c)

@@ -114,7 +114,12 @@ def test_what_takes_more_than_the_cap_by_itself_stays(with_pairs: bool) -> None:
     assert not lost(mask, "project")
 
 
-GROUPS = [{"expand": [0, 1, 2]}, {"expand": [3], "project": [0, 1]}, {"deep": [4], "project": [2]}]
+GROUPS = [
+    {"expand": [0, 1, 2]},
+    {"expand": [3], "project": [0, 1]},
+    {"deep": [4], "project": [2]},
+    {"deeper": [0, 1, 2, 3, 4, 5, 6]},  # more than the cap by itself
+]
 
 
 def places(s: sosp.Saliency) -> list[tuple[set[int], set[int]]]:

@@ -267,6 +267,15 @@ def test_a_scale_matters_within_a_layer_of_groups_only() -> None:
     assert sum(numbers(weighed).values()) == sum(numbers(sosp.select(s, ratio=0.5, scope="layer")).values())
 
 
+def test_a_scale_lets_the_larger_structure_of_a_layer_go() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2))
+    found = sosp.find_structures(model, torch.zeros(2, 3), groups=[{"0": [0], "2": [0]}])
+    s = sosp.Saliency(found, "first-order", torch.tensor([1.2, 1.0, 1.5, 1.5, 1.5, 9.0, 9.0, 9.0]))
+    ratios = {"0": 0.2}
+    assert removed(sosp.select(s, ratios=ratios)) == {"0": [1]}
+    assert removed(sosp.select(s, ratios=ratios, scale="params")) == {"0": [0], "2": [0]}
+
+
 # --- pairs
 
 
