@@ -100,7 +100,7 @@ def test_every_layer_feeds_one_stream_and_the_output_is_pinned(name: str) -> Non
 def test_how_it_prints() -> None:
     c = case("residual")
     flow = sosp.trace(c.model, c.inputs)
-    assert repr(flow) == "Flow(7 layers, 5 streams, 4 of them free, 1 pins)"
+    assert repr(flow) == "Flow(7 layers, 5 streams, 4 of them free, 1 pin)"
     lines = str(flow).splitlines()
     assert lines[:7] == [
         repr(flow),

@@ -116,14 +116,14 @@ class Flow:
         return [Pinned(tuple(sorted(layers, key=order.__getitem__)), *key) for key, layers in found.items() if layers]
 
     def _outputs(self) -> dict[str, np.ndarray]:
-        """Layer -> the classes that its output channels belong to once they have left its own norm."""
+        """Layer -> the classes of its output channels, as it computes them and once they have left its own norm."""
         layers = {d.module for d in self.graph.dense.values()}
         found = {}
         for name, cuts in self.graph.calls.items():
             if name in layers:
-                cut = cuts[0]
                 follower = self.behind.get(name)
-                found[name] = np.unique(self.classes[(follower or cut).out])
+                ids = [cuts[0].out, *([follower.out] if follower is not None else [])]
+                found[name] = np.unique(self.classes[np.concatenate(ids)])
         return found
 
     @property
@@ -167,8 +167,9 @@ class Flow:
     def __repr__(self) -> str:
         streams = self.streams
         free = sum(s.pinned == 0 for s in streams)
-        layers = len(self.graph.dense)
-        return f"Flow({layers} layers, {len(streams)} streams, {free} of them free, {len(self.pinned)} pins)"
+        layers, pins = len(self.graph.dense), len(self.pinned)
+        held = f"{pins} pin{'' if pins == 1 else 's'}"
+        return f"Flow({layers} layers, {len(streams)} streams, {free} of them free, {held})"
 
     def __str__(self) -> str:
         """A paragraph per stream, then what is pinned and by which line."""
