@@ -65,6 +65,11 @@ class Model:
                 raise ArgumentError(f"width={self.width!r}: factors for widths must be above 0.")
 
     @property
+    def factor(self) -> Width:
+        """For the widths, also where none is given."""
+        return 1.0 if self.width is None else self.width
+
+    @property
     def shape(self) -> tuple[int, ...] | None:
         return None if self.input is None else tuple(map(int, self.input.split("x")))
 

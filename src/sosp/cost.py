@@ -108,7 +108,6 @@ def _recurrent(flow: Flow) -> dict[str, int]:
     for op in flow.graph.records.get("eval", ()):
         if op.name in RECURRENT:
             steps[op.module] = steps.get(op.module, 0) + prod(op.shapes[0][:-1])
-    assert flow.network is not None
     sizes = {module: _matrices(flow.network.get_submodule(module)) for module in steps}
     return {module: round(size * steps[module] / examples) for module, size in sizes.items() if size}
 

@@ -100,6 +100,6 @@ def data(
 def network_for(word: str, given: Sections) -> tuple[nn.Module, Any]:
     """The network and an example of what it takes; no data is read."""
     chosen: Model = build(sections_for(word, given)[0], as_flag).model
-    made = models.make(chosen.name, classes=chosen.classes, width=1.0 if chosen.width is None else chosen.width)
+    made = models.make(chosen.name, classes=chosen.classes, width=chosen.factor)
     network = made if chosen.weights is None else models.weighted(made, chosen.weights)
     return network, models.example(chosen.name, made, chosen.shape)

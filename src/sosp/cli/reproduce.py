@@ -18,7 +18,6 @@ from sosp.errors import ArgumentError
 from sosp.experiments import Cell, Experiment, Pruned, Setting, networks
 from sosp.experiments.bench import Bench, can_be_given, weights_of
 from sosp.experiments.definition import starts
-from sosp.experiments.origin import described
 from sosp.experiments.page import write, write_one
 from sosp.experiments.runner import missing
 from sosp.pipeline.job import device_of
@@ -114,7 +113,7 @@ def _setting(
     plain = [start for start in starts(experiment) if can_be_given(start)]
     known = [word for start in plain for word in (start.network, start.place)]
     files = weights_of(weights, list(dict.fromkeys(known)))
-    return Setting(results, work, where, Path(data_dir) if data_dir else None, files, described(where))
+    return Setting(results, work, where, Path(data_dir) if data_dir else None, files)
 
 
 def _variant(name: str, tiny: bool, epochs: int | None) -> Experiment:
@@ -252,7 +251,7 @@ def show_pages(written: list[Path], screen: Screen) -> None:
 def show_plan(experiment: Experiment, cells: tuple[Cell, ...], setting: Setting, retry: bool, screen: Screen) -> None:
     """A dry run: what would be measured, which networks would be trained first, and for how long in all."""
     todo = missing(experiment, cells, setting.results, retry)
-    first = networks.missing(Bench(setting), todo)
+    first = networks.to_train(Bench(setting), todo)
     tuned = [cell.tuning.epochs * cell.cycles for cell in todo if isinstance(cell, Pruned)]
     trained = [epochs for epochs in (*tuned, *(start.schedule.epochs for start in first)) if epochs]
     names, before = [cell.name for cell in todo], [start.name for start in first]

@@ -42,16 +42,19 @@ class Work:
     def saliency(self, method: str, seed: int) -> tuple[Saliency, float]:
         """By one pass over examples that the seed draws; and the seconds it took."""
         examples, structures = self.examples(seed), self.structures(method)
-        options: dict[str, Any] = {"structures": structures, "examples": sum(len(y) for _, y in examples)}  # all
+        random = torch.Generator().manual_seed(seed)
         begun = self.clock()
-        found = score(self.model, examples, method=method, generator=torch.Generator().manual_seed(seed), **options)
+        found = score(self.model, examples, method=method, structures=structures, examples=self.count, generator=random)
         return found, self.clock() - begun
+
+    @property
+    def count(self) -> int:
+        """How many examples are scored with."""
+        return min(self.plan.examples, len(self.data.train))
 
     def examples(self, seed: int) -> list[Any]:
         """Those that the seed draws, in batches."""
-        source = self.data.train
-        count = min(self.plan.examples, len(source))
-        return list(source.subset(count, seed).to(self.device).ordered(batch=BATCH))
+        return list(self.data.train.subset(self.count, seed).to(self.device).ordered(batch=BATCH))
 
     def clock(self) -> float:
         if self.device.type == "cuda":

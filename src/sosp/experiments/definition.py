@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from sosp.errors import ArgumentError, whole_number
@@ -127,7 +128,11 @@ def only(experiment: Experiment, pattern: str) -> Experiment:
 
 def starts(experiment: Experiment) -> tuple[Trained, ...]:
     """The networks that its cells begin with, and those that are cells themselves."""
-    found = (cell.start if isinstance(cell, Pruned) else cell for cell in experiment.cells)
+    return starts_of(experiment.cells)
+
+
+def starts_of(cells: Iterable[Cell]) -> tuple[Trained, ...]:
+    found = (cell.start if isinstance(cell, Pruned) else cell for cell in cells)
     return tuple(dict.fromkeys(cell for cell in found if isinstance(cell, Trained)))
 
 

@@ -13,7 +13,8 @@ from sosp.checkpoint import save
 from sosp.cost import count
 from sosp.experiments import growing, together
 from sosp.experiments.bench import Bench
-from sosp.experiments.cells import Cell, Pruned, Trained, document
+from sosp.experiments.cells import Cell, Trained, document
+from sosp.experiments.definition import starts_of
 from sosp.experiments.records import NETWORKS, Record, find, write
 from sosp.experiments.together import Group, Training
 from sosp.models import digest
@@ -28,15 +29,19 @@ def is_there(bench: Bench, start: Trained) -> bool:
     return known.is_file() and record is not None and record.facts.get("sha256") == digest(known)
 
 
-def missing(bench: Bench, cells: Iterable[Cell]) -> list[Trained]:
-    """The networks that cells need and nobody has: those that would be trained first."""
+def must_be_trained(bench: Bench, start: Trained) -> bool:
+    """Nobody gives it, and it is not there."""
+    return bench.given(start) is None and not is_there(bench, start)
+
+
+def to_train(bench: Bench, cells: Iterable[Cell]) -> list[Trained]:
+    """The networks that cells need, and those that they are grown from, as far as they must be trained."""
     found: dict[Trained, None] = {}
-    wanted = [cell.start if isinstance(cell, Pruned) else cell for cell in cells]
-    for start in (cell for cell in wanted if isinstance(cell, Trained)):
+    for start in starts_of(cells):
         chain = [start]
         while (growth := chain[0].grown) is not None:
             chain.insert(0, growth.of)
-        found |= dict.fromkeys(s for s in chain if bench.given(s) is None and not is_there(bench, s))
+        found |= dict.fromkeys(s for s in chain if must_be_trained(bench, s))
     return list(found)
 
 

@@ -122,7 +122,7 @@ def problems(record: Record, stem: str) -> Iterator[str]:
     if kind not in KINDS:
         yield f"its cell is of kind {kind!r}; known are {', '.join(KINDS)}"
         return
-    if kind == "pruned" and not all(isinstance(n, int) for n in _lengths(record.cell)):
+    if kind == "pruned" and not all(isinstance(n, int) for n in lengths(record.cell)):
         yield "its cell does not say how long the trainings are"
         return
     if record.name != stem:
@@ -132,14 +132,14 @@ def problems(record: Record, stem: str) -> Iterator[str]:
     if record.state != "done" and not record.reason:
         yield f"it is {record.state} without a reason"
     if record.state == "done":
-        tuned = TUNED if kind == "pruned" and _lengths(record.cell)[-1] else ()
+        tuned = TUNED if kind == "pruned" and lengths(record.cell)[-1] else ()
         yield from (f"it has no {name}" for name in (*NEEDED[kind], *tuned) if name not in record.metrics)
     yield from _impossible(record.metrics)
     missing = [key for key in ("commit", "torch", "hardware", "begun") if not record.origin.get(key)]
     yield from (f"its origin does not say the {key}" for key in missing)
 
 
-def _lengths(cell: Mapping[str, Any]) -> tuple[Any, Any]:
+def lengths(cell: Mapping[str, Any]) -> tuple[Any, Any]:
     """Epochs of the network that was pruned, and of the fine-tuning."""
     start, tuning = cell.get("start"), cell.get("tuning")
     schedule = start.get("schedule") if isinstance(start, dict) else None

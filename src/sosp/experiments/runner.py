@@ -14,7 +14,7 @@ from sosp.experiments import networks, timing, together
 from sosp.experiments.bench import Bench, Setting
 from sosp.experiments.cells import Cell, Pruned, Timed, Trained, document
 from sosp.experiments.cutting import Cut, Cutter, unsuited
-from sosp.experiments.definition import Experiment, data_of, pruned
+from sosp.experiments.definition import Experiment, data_of, pruned, starts_of
 from sosp.experiments.records import Record, find, folder_of, write
 from sosp.experiments.together import Group, Training
 from sosp.pipeline import Watcher
@@ -78,8 +78,8 @@ def run(
             if isinstance(cell, Timed):
                 _keep(bench, timing.measured(bench, cell, experiment.name), experiment, watch)
         left = _suited(bench, experiment, [cell for cell in todo if isinstance(cell, Pruned)], watch)
-        begun = [cell for cell in todo if isinstance(cell, Trained)] + [cell.start for cell in left]
-        networks.provide(bench, dict.fromkeys(begun), experiment.together, watch)
+        begun = starts_of([*(cell for cell in todo if isinstance(cell, Trained)), *left])
+        networks.provide(bench, begun, experiment.together, watch)
         _prune(bench, experiment, left, watch)
     return state(experiment, setting.results)
 
@@ -97,7 +97,7 @@ def _suited(bench: Bench, experiment: Experiment, cells: list[Pruned], watch: Wa
     refusals: dict[tuple[Trained, str, str], SospError | None] = {}
     for cell in cells:
         key = (cell.start, cell.method, cell.gate)
-        if key not in refusals and bench.given(cell.start) is None and not networks.is_there(bench, cell.start):
+        if key not in refusals and networks.must_be_trained(bench, cell.start):
             refusals[key] = unsuited(bench, cell)
     left = []
     for cell in cells:

@@ -62,9 +62,9 @@ class Flow:
     untraced: dict[str, str]  # mode -> why the network could not be followed in it
     real: bool  # traced with real numbers, because the network does not run without
     norms: frozenset[str]  # the norms of single channels
-    unseen: tuple[str, ...] = ()  # layers and other modules with parameters that the example did not run
-    network: nn.Module | None = None  # to try smaller ones out: a copy without numbers, or the network itself if real
-    example: Any = None  # the rows of it that were followed; if real, they decide the way
+    unseen: tuple[str, ...]  # layers and other modules with parameters that the example did not run
+    network: nn.Module  # to try smaller ones out: a copy without numbers, or the network itself if real
+    example: Any  # the rows of it that were followed; if real, they decide the way
     classes: Ids = field(init=False)
     _pins: Ids | None = None
 
@@ -244,8 +244,6 @@ class Flow:
 
     def built(self, removed: Mapping[str, np.ndarray], style: Style | None = None) -> Layout:
         """What stays in the network that ``shrink`` builds: tried out, and what that shows is pinned here as well."""
-        if self.network is None:
-            return self.layout(removed, style)
         pins, fixed = self._known
         graph = replace(self.graph, pins=self.graph.pins[:pins], fixed=self.graph.fixed[:fixed])
         afresh = replace(self, graph=graph, _pins=None)

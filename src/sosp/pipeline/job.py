@@ -78,9 +78,7 @@ def prepare(config: Config) -> Job:
     data = _loaded(config.data)
     config = _filled(config, data)
     model = config.model
-    original = models.make(
-        model.name, classes=model.classes, width=1.0 if model.width is None else model.width, seed=config.run.seed
-    )
+    original = models.make(model.name, classes=model.classes, width=model.factor, seed=config.run.seed)
     start = original if model.weights is None else models.weighted(original, model.weights)
     start, example = start.to(device), moved(_example(config, original, data), device)
     if data is not None:

@@ -55,7 +55,8 @@ def evaluate(
     twin = model if home(model) == where else copy.deepcopy(model).to(where)
     source = as_source(data, "test")
     size = _usual(source, where) if batch is None else batch
-    batches, total = _batches(source, size, limit), source.steps(size) if is_source(source) and limit is None else None
+    batches = _batches(source, size, limit)
+    total = source.steps(size) if is_source(source) and limit is None else None  # as far as it is known
     # Not inference mode: what a network keeps from a forward pass could not be trained with.
     with torch.no_grad(), same_random_numbers(), same_state(twin):
         return _evaluate(twin.eval(), track(batches, "testing", total), where, whole_span(source))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import cycle, product
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from sosp.experiments.definition import BASELINE
 from sosp.experiments.page.figures import LOOKS, SECONDS, Figure, Line, Panel, Point, all_lines
@@ -91,7 +91,14 @@ def _colours(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 Key = tuple[str, Point]  # the label of its line, and a point
-Mark = tuple[Key, float, float]  # where it is, in parts of what the axes span
+
+
+class Mark(NamedTuple):
+    """A point, and where it is in parts of what the axes span."""
+
+    key: Key
+    x: float
+    y: float
 
 
 def _moved(lines: Sequence[Line], plan: Plan) -> dict[Key, tuple[float, float]]:
@@ -103,9 +110,9 @@ def _moved(lines: Sequence[Line], plan: Plan) -> dict[Key, tuple[float, float]]:
     width, height = (max(xs) - min(xs)) or 1.0, (max(ys) - min(ys)) or 1.0
     found: dict[Key, tuple[float, float]] = {}
     for ours in () if plan.seconds else (True, False):
-        marks = [((line.label, p), to(p.x) / width, p.y / height) for line, p in shown if line.ours is ours]
-        own = {key: x for key, x, _ in marks}
-        found |= {key: (back(x * width), abs(x - own[key])) for key, x, _ in _apart(marks)}
+        marks = [Mark((line.label, p), to(p.x) / width, p.y / height) for line, p in shown if line.ours is ours]
+        own = {mark.key: mark.x for mark in marks}
+        found |= {mark.key: (back(mark.x * width), abs(mark.x - own[mark.key])) for mark in _apart(marks)}
     return found
 
 
@@ -113,31 +120,28 @@ def _apart(marks: Iterable[Mark]) -> list[Mark]:
     """From left to right; those that touch keep their order and the middle, and those that they would then touch, or
     pass, join them."""
     groups: list[list[Mark]] = []
-    for mark in sorted(marks, key=lambda mark: mark[1]):
+    for mark in sorted(marks, key=lambda mark: mark.x):
         group = [mark]
         while (near := next((some for some in groups if _touch(some, group)), None)) is not None:
             groups.remove(near)
-            group = sorted(near + group, key=lambda mark: mark[1])
+            group = sorted(near + group, key=lambda mark: mark.x)
         groups.append(group)
     return [mark for group in groups if len(group) > 1 for mark in _spread(group)]
 
 
 def _touch(some: list[Mark], others: list[Mark]) -> bool:
     """Would they, or change places, once they are spread?"""
-    for (_, x, y), (_, u, v) in product(_places(some), _places(others)):
-        if (abs(x[1] - u[1]) < 0.99 * STEP and abs(y - v) < HIGH) or (x[0] - u[0]) * (x[1] - u[1]) < 0:
+    both = (list(zip(group, _spread(group), strict=True)) for group in (some, others))
+    for (old, new), (their_old, their_new) in product(*both):
+        away = new.x - their_new.x
+        if (abs(away) < 0.99 * STEP and abs(new.y - their_new.y) < HIGH) or (old.x - their_old.x) * away < 0:
             return True
     return False
 
 
-def _places(group: list[Mark]) -> list[tuple[Key, tuple[float, float], float]]:
-    """With the x that they have and the one that they get."""
-    return [(key, (was, x), y) for (key, was, y), (_, x, _) in zip(group, _spread(group), strict=True)]
-
-
 def _spread(group: list[Mark]) -> list[Mark]:
-    left = mean(x for _, x, _ in group) - STEP * (len(group) - 1) / 2
-    return [(key, left + k * STEP, y) for k, (key, _, y) in enumerate(group)]
+    left = mean(mark.x for mark in group) - STEP * (len(group) - 1) / 2
+    return [mark._replace(x=left + k * STEP) for k, mark in enumerate(group)]
 
 
 def _caption(figure: Figure, plan: Plan) -> str:

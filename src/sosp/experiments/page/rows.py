@@ -9,10 +9,8 @@ from statistics import mean, stdev
 
 from sosp.experiments.cells import Cell, Pruned, Timed
 from sosp.experiments.definition import Experiment, Published, in_epochs, starts
-from sosp.experiments.records import NETWORKS, Record, everything
+from sosp.experiments.records import NETWORKS, TUNED, Record, everything, lengths
 from sosp.experiments.runner import state
-
-TUNED = ("final", "best")  # metrics of a network that is fine-tuned
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def shortened(experiment: Experiment, results: Path) -> Iterator[tuple[int, Expe
     """
     own = {cell.name for cell in experiment.cells}
     found = {
-        max(record.cell["tuning"]["epochs"], record.cell["start"]["schedule"]["epochs"])
+        max(lengths(record.cell))
         for path, record in everything(results)
         if path.parent.name == experiment.name and record.cell["kind"] == "pruned" and record.name not in own
     }
