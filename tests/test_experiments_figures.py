@@ -359,6 +359,20 @@ def test_what_is_moved_does_not_pass_what_stands_above_it() -> None:
     assert sum(at) / 3 == pytest.approx(sum(xs.values()) / 3)
 
 
+def test_how_far_markers_are_moved_is_told_also_to_the_left() -> None:
+    ends = line("random", (0, 80.0), (1000, 95.0))
+    made = drawing((ends, *(line(f"m{x}", (x, 90 + x / 1e4)) for x in (500, 501, 509))))
+    assert "by up to 1.5% of the axis" in caption(made)  # 500 stands at 485.3, 509 at 521.3
+
+
+def test_on_a_logarithmic_axis_markers_are_moved_by_a_factor() -> None:
+    ends = line("random", (10, 80.0), (1000, 95.0))
+    (axes,) = drawing((ends, line("a", (100, 90.0)), line("b", (101, 90.01)))).axes
+    first, second = (marks(axes, y)[0].get_xdata()[0] for y in (90.0, 90.01))
+    assert first * second == pytest.approx(100 * 101)
+    assert second / first == pytest.approx(100**0.018)
+
+
 def test_seconds_are_drawn_where_they_were_measured() -> None:
     widths = (2032, 4064, 8128, 16256, 32512, 65024)
     slow = line("sosp-i", *((x, x / 2000, 0.01, 5) for x in widths))
