@@ -215,12 +215,12 @@ TIMES: Columns = {
     "method": lambda row: row.cell.label,
     "together": _time("seconds"),
     "paper: seconds": _paper("seconds"),
+    "line": _paper("line"),
     "scoring": _time("score"),
     "selecting": _time("select"),
     "runs": lambda row: str(row.cell.repeats) if isinstance(row.cell, Timed) else NONE,
     "structures": _count("structures"),
     "outputs": _count("outputs"),
-    "line": _paper("line"),
 }
 
 
