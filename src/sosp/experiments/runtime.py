@@ -47,8 +47,8 @@ def runtime() -> Experiment:
         (Claim("SOSP-H is more efficient than SOSP-I", 448, "sosp-h", "sosp-i", by="seconds"),),
         notes=(
             "Scoring and selecting half of the structures; finding the structures and all training are left out.",
-            "Means over so many runs, after one that is not counted: on a GPU the first one of a process takes seconds "
-            "longer.",
+            "Means over five runs, of SOSP-I on ResNet-50 a single one, after a run that is not counted: on a GPU the "
+            "first one of a process takes seconds longer.",
             "Times do not depend on the weights: networks are as they are initialised, with batch norms that know the "
             "data. Where the data is not there, inputs are random numbers of its shape, and the table says so.",
         ),

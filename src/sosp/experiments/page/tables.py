@@ -213,14 +213,13 @@ TIMES: Columns = {
     "network": _network,
     "inputs": _fact("inputs"),
     "method": lambda row: row.cell.label,
+    "structures": _count("structures"),
+    "outputs": _count("outputs"),
+    "scoring": _time("score"),
+    "selecting": _time("select"),
     "together": _time("seconds"),
     "paper: seconds": _paper("seconds"),
     "line": _paper("line"),
-    "scoring": _time("score"),
-    "selecting": _time("select"),
-    "runs": lambda row: str(row.cell.repeats) if isinstance(row.cell, Timed) else NONE,
-    "structures": _count("structures"),
-    "outputs": _count("outputs"),
 }
 
 
