@@ -15,7 +15,7 @@ from nets import ResNet50
 from torch import nn
 
 import sosp
-from sosp.scatter import Scatter
+from sosp.core.scatter import Scatter
 
 
 @dataclass(frozen=True)

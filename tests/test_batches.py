@@ -17,7 +17,7 @@ import sosp
 from cases import EXAMPLES, Case, case
 from oracles import dense, gauss_newton
 from oracles.theta import thetas
-from sosp.batches import PAIR, Chunk, read, rebatch
+from sosp.core.batches import PAIR, Chunk, read, rebatch
 from sosp.errors import DataError
 
 METHODS = ("sosp-h", "sosp-i", "sosp-i-diagonal", "first-order", "exact")  # those that differentiate the loss

@@ -15,8 +15,8 @@ from oracles import chance as oracle
 from sosp.bottlenecks import FITTING, NARROW, WIDE, Bottlenecks, Part, blocks_of, bottlenecks
 from sosp.bottlenecks.chance import holm, merged, tails
 from sosp.checkpoint.saliency import keep_saliency, read_saliency
+from sosp.core.records import Layer, Saliency, Structures
 from sosp.errors import ArgumentError, CheckpointError, StructureError
-from sosp.records import Layer, Saliency, Structures
 
 IMAGES = torch.zeros(2, 3, 32, 32)
 
@@ -417,14 +417,14 @@ def _scored(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Saliency, sosp.Mask
     ],
 )
 def test_what_a_file_claims_is_checked(name: str, change: Any, words: str, tmp_path: Path) -> None:
-    from sosp import archive
+    from sosp.core import files
 
     model, x, y = digits_network()
     keep_saliency(tmp_path / "s", *_scored(model, x, y))
-    document, tensors = archive.read(tmp_path / "s")
+    document, tensors = files.read(tmp_path / "s")
     given = tensors.pop(name, torch.zeros(0))
     if change is not None:
         tensors[name] = change(given).contiguous()
-    archive.write(tmp_path / "s", document, tensors)
+    files.write(tmp_path / "s", document, tensors)
     with pytest.raises(CheckpointError, match=words):
         read_saliency(tmp_path / "s")

@@ -28,13 +28,13 @@ from checkpoints import (
     some,
     state,
 )
-from sosp import archive as file
 from sosp.checkpoint import Saved, inspect, load, save
 from sosp.checkpoint.saved import DTYPES
+from sosp.core import files as file
+from sosp.core.records import Layer
+from sosp.core.scatter import Nothing, Scatter
 from sosp.errors import CheckpointError
 from sosp.recipe import Placing, Recipe, apply
-from sosp.records import Layer
-from sosp.scatter import Nothing, Scatter
 
 # --- round trips
 

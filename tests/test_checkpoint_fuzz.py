@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 import sosp
 from checkpoints import bits, check_same, everything
-from sosp import archive as file
 from sosp.checkpoint import load, save
 from sosp.checkpoint.saved import DTYPES
+from sosp.core import files as file
+from sosp.core.records import Layer
 from sosp.errors import CheckpointError
 from sosp.recipe import Placing, Recipe, apply
-from sosp.records import Layer
 
 Target = tuple[Path, nn.Module, nn.Module, Any]  # the file, the original network, the saved one, all of the original
 SEEDS = st.integers(0, 2**32)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import sosp
 from checkpoints import check_same, document_of, everything, leftovers, network, reseal, shrunk, some
-from sosp import archive as file
 from sosp.checkpoint import inspect, load, save
+from sosp.core import files as file
 from sosp.errors import ArgumentError, CheckpointError
 from sosp.recipe import Recipe
 

@@ -19,9 +19,9 @@ from sosp import cli, demo, models
 from sosp.cli import look, work
 from sosp.cli.bar import Bar
 from sosp.config import SECTIONS, Config, as_flag
+from sosp.core.progress import SHOWN
 from sosp.errors import OutOfMemoryError, SospError, TrainingError
 from sosp.options import FLAG, NUMBER, NUMBERS, SHAPE, SHARES, TEXT, TEXTS, WHOLE, WIDTHS, Kind, Option, options_of
-from sosp.progress import SHOWN
 from sosp.training import Moment
 
 MODEL = "--weights --classes --width --input"

@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sosp
 from cases import Case, case, names
+from sosp.core.records import SCOPES
 from sosp.criteria.method import NEEDS, Method, refuse_unsuited
 from sosp.errors import ArgumentError, DataError, LossError, StructureError
-from sosp.records import SCOPES
 from sosp.structures import KINDS
 
 RANKS_NOTHING = {"training", "rotation"}  # needs of methods whose result comes another way

@@ -15,8 +15,8 @@ from cases import Case, case, names, real_targets
 from oracles import correlation, dense, differences, gauss_newton, theta
 from sosp import curvature, passes
 from sosp import gauss_newton as gauss_newton_module
-from sosp.batches import read
-from sosp.preserve import borrowed
+from sosp.core.batches import read
+from sosp.core.borrow import borrowed
 
 # float64 sums of at most a few hundred terms of order one: 1e-15 each, 1e-12 with room for cancellation.
 EXACT = 1e-11

@@ -8,11 +8,11 @@ from torch.utils.checkpoint import checkpoint
 import sosp
 from cases import Case, case
 from oracles import kfac as oracle
-from sosp.batches import read
+from sosp.core.batches import read
+from sosp.core.borrow import borrowed
 from sosp.errors import DataError, LossError, SospError, StructureError
 from sosp.kfac import FISHERS, Factor, kronecker, patches, unknown
 from sosp.passes import Problem
-from sosp.preserve import borrowed
 
 EXACT = {"rtol": 1e-10, "atol": 1e-13}
 LINEAR_AND_CONVOLUTIONS = ["mlp", "mlp-nobias", "conv-bn", "conv-nobn", "residual", "shared", "conv1d", "attention"]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import sosp
 from learned_digits import SCHEDULE, accuracy, by_chance, digits, known
+from sosp.core.gates import along, gated
 from sosp.errors import ArgumentError, StructureError
-from sosp.gates import along, gated
 from sosp.learned.fista import Fista, proximal_step
 from sosp.learned.folding import fold
 from sosp.learned.gal import WIDTHS, Adversary

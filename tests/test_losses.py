@@ -16,10 +16,10 @@ from cases import Case, case, real_targets
 from oracles import gauss_newton
 from oracles import losses as oracle
 from oracles.theta import thetas
-from sosp.batches import Chunk
+from sosp.core.batches import Chunk
+from sosp.core.losses import logits_of, per_example
 from sosp.errors import ArgumentError, DataError, LossError, OutputError
 from sosp.factors import factors
-from sosp.losses import logits_of, per_example
 
 # D terms of size 1 (of size |f| <= 100 for the squared loss), added in another order.
 ROUNDING = {"rtol": 1e-12, "atol": 1e-14}

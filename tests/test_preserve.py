@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sosp
 from cases import Case, case
-from sosp.progress import track
+from sosp.core.progress import track
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -381,8 +381,8 @@ def test_scoring_a_masked_copy_changes_neither() -> None:
 def terminal(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Pretend that someone is watching, impatiently; the names of the bars shown."""
     shown: list[str] = []
-    monkeypatch.setattr("sosp.progress.wanted", lambda: True)
-    monkeypatch.setattr("sosp.progress.PATIENCE", -1.0)
+    monkeypatch.setattr("sosp.core.progress.wanted", lambda: True)
+    monkeypatch.setattr("sosp.core.progress.PATIENCE", -1.0)
     monkeypatch.setattr("rich.progress.Progress.start", lambda bar: shown.append(bar.tasks[0].description))
     monkeypatch.setattr("rich.progress.Progress.stop", lambda bar: shown.append("end"))
     return shown

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sosp
 from cases import case
+from sosp.core.scatter import Scatter
 from sosp.errors import ArgumentError, DataError, DisconnectedError, LossError, StructureError
-from sosp.scatter import Scatter
 from test_preserve import check_unchanged
 
 CLASSES, EXAMPLES = 4, 64

@@ -17,9 +17,9 @@ from oracles import repair as oracle
 from sosp.comparison import Cell, Plan, compare
 from sosp.comparison.cells import Cells
 from sosp.config import Pruning
+from sosp.core.losses import LossLike
 from sosp.criteria.surgeon import BLOCK, DAMPING, eliminated
 from sosp.errors import ArgumentError
-from sosp.losses import LossLike
 from sosp.repair import Absent, plan
 from test_repair import inputs, off
 

@@ -12,11 +12,11 @@ from torch import nn
 import sosp
 from sosp.checkpoint.saliency import keep_saliency
 from sosp.config import Pruning, build
+from sosp.core.records import INPUT, OUTPUT
 from sosp.flow.layout import Style
 from sosp.pipeline import prepare
 from sosp.pipeline.details import details, losses, narrow_places, predicted, removal_order, streams, widths
 from sosp.prune import Pruned, cut
-from sosp.records import INPUT, OUTPUT
 
 
 @pytest.fixture(scope="module")

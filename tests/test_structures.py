@@ -14,8 +14,8 @@ import sosp
 from cases import Case, case, names
 from oracles import counts, dense
 from oracles.theta import thetas, width
+from sosp.core.layers import LAYERS, layer_type
 from sosp.errors import StructureError
-from sosp.layers import LAYERS, layer_type
 
 PARALLEL = {"residual", "preact", "concat", "attention", "layernorm"}
 

@@ -21,10 +21,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 import sosp
-import sosp.archive
+import sosp.core.files
 import training_worker
 from sosp import Schedule
-from sosp.archive import read, write
+from sosp.core.files import read, write
 from sosp.errors import CheckpointError, TrainingError
 from sosp.training import CheckpointWarning, loop, state
 from training_worker import (
@@ -488,7 +488,7 @@ def test_a_full_disk_is_a_warning(place: str, half: Path, monkeypatch: pytest.Mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     before = {n: (half / n).read_bytes() for n in names(half)}
-    monkeypatch.setattr(f"sosp.archive.{place}", full)
+    monkeypatch.setattr(f"sosp.core.files.{place}", full)
     with pytest.warns(CheckpointWarning, match="No space left on device") as heard:
         found = run(dropping(), half)
     assert len(heard) == 2  # after epochs 2 and 3

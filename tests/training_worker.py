@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import sosp
-from sosp import Schedule, ranks
+from sosp import Schedule
+from sosp.core import distributed
 from sosp.errors import CheckpointError, DataError, SospError
 from sosp.training import CheckpointWarning
 
@@ -240,7 +241,7 @@ def own_loader() -> list[Any]:
 
 def job_train() -> Any:
     model = double(normed())
-    if ranks.rank():  # everybody starts with the numbers of the first
+    if distributed.rank():  # everybody starts with the numbers of the first
         with torch.no_grad():
             model[0].weight.add_(1)
     return outcome(sosp.train(model, (rank_source(), examples(11, 2, torch.float64)), TOGETHER))
@@ -252,7 +253,7 @@ def job_loader() -> Any:
 
 def job_shuffled() -> Any:
     """Whatever the ranks' own random numbers are, they draw the same order."""
-    torch.manual_seed(100 + ranks.rank())
+    torch.manual_seed(100 + distributed.rank())
     dataset = torch.utils.data.TensorDataset(*rank_source())
     loader = torch.utils.data.DataLoader(dataset, batch_size=7, shuffle=True)
     small = sosp.recalibrate(double(normed()), loader)
@@ -345,7 +346,7 @@ def job_refused(folder: Path) -> Any:
 
 def distributed_loader() -> Any:
     dataset = torch.utils.data.TensorDataset(*rank_source())
-    sampler = torch.utils.data.DistributedSampler(dataset, num_replicas=ranks.ranks(), rank=ranks.rank())
+    sampler = torch.utils.data.DistributedSampler(dataset, num_replicas=distributed.ranks(), rank=distributed.rank())
     return torch.utils.data.DataLoader(dataset, batch_size=4, sampler=sampler)
 
 
@@ -355,7 +356,7 @@ class HaltedError(Exception):
 
 def job_resume(folder: Path) -> Any:
     """HaltedError inside the second epoch; the newest checkpoint is then damaged; on to the end."""
-    where = folder / f"resume{ranks.ranks()}"
+    where = folder / f"resume{distributed.ranks()}"
     seen = []
 
     def stop(done: int, total: int, moment: Any) -> None:
@@ -367,12 +368,12 @@ def job_resume(folder: Path) -> Any:
     options: dict[str, Any] = {"folder": where, "save_every": 0, "seed": 5}
     with suppress(HaltedError):
         sosp.train(double(normed()), rank_source(), TOGETHER, on_step=stop, **options)
-    ranks.wait()
+    distributed.wait()
     names = sorted(p.name for p in where.iterdir())
-    if ranks.is_main():
+    if distributed.is_main():
         newest = where / names[-1]
         newest.write_bytes(newest.read_bytes()[:-3])
-    ranks.wait()
+    distributed.wait()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trained = sosp.train(double(normed()), rank_source(), TOGETHER, **options)
@@ -411,8 +412,8 @@ def all_jobs(folder: Path) -> dict[str, Any]:
 def as_rank(rank: int, world: int, port: int, folder: Path) -> dict[str, Any]:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-    with ranks.joined():
-        assert (ranks.rank(), ranks.ranks()) == (rank, world)
+    with distributed.joined():
+        assert (distributed.rank(), distributed.ranks()) == (rank, world)
         return all_jobs(folder)
 
 

@@ -14,6 +14,7 @@ from sosp import data, errors, experiments, learned, nets
 from sosp.bottlenecks import Bottlenecks, bottlenecks
 from sosp.checkpoint import load, save
 from sosp.comparison import compare
+from sosp.core.records import Layer, Saliency, Structures
 from sosp.cost import Cost, count
 from sosp.criteria import METHODS, score
 from sosp.eigendamage import Eigendamaged, eigendamage
@@ -23,7 +24,6 @@ from sosp.latency import Latency, latency
 from sosp.mask import Mask, masked
 from sosp.passes import SlowPathWarning
 from sosp.prune import Pruned, prune
-from sosp.records import Layer, Saliency, Structures
 from sosp.repair import Repaired, repair
 from sosp.selection import select
 from sosp.structures import downsampling, find_structures

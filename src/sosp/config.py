@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sosp.comparison import Plan
+from sosp.core.records import OBJECTIVES, SCOPES
 from sosp.criteria import METHODS
 from sosp.errors import ArgumentError, nearest
 from sosp.expansion import Plan as Expansion
@@ -32,7 +33,6 @@ from sosp.options import (
     checked,
     option,
 )
-from sosp.records import OBJECTIVES, SCOPES
 from sosp.selection import SCALES, budget_of
 from sosp.structures import GATES
 from sosp.training import SCHEDULES, Schedule, Speed

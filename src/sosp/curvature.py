@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.func import functional_call
 
 from sosp import jets
-from sosp.batches import Chunk
+from sosp.core.batches import Chunk
+from sosp.core.losses import per_example
+from sosp.core.progress import track
 from sosp.errors import DifferentiationError
 from sosp.jets import value
-from sosp.losses import per_example
 from sosp.passes import (
     OUT_OF_REACH,
     Problem,
@@ -32,7 +33,6 @@ from sosp.passes import (
     refuse_dead_ends,
     wide,
 )
-from sosp.progress import track
 
 LARGEST_HESSIAN = 2**14
 

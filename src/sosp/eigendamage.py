@@ -21,20 +21,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from sosp import ranks
-from sosp.batches import Chunk, read, share
 from sosp.checkpoint import inspect, load
+from sosp.core import distributed
+from sosp.core.batches import Chunk, read, share
+from sosp.core.borrow import borrowed
+from sosp.core.losses import LossLike
+from sosp.core.losses import check as check_loss
+from sosp.core.records import Structures
 from sosp.cost import Cost, count, whole_cost
 from sosp.criteria.eigendamage import Removed, Rotated, choose, rotate
 from sosp.errors import CheckpointError, DataError, StructureError, SurgeryError, one_of
 from sosp.greedy import check_share
 from sosp.kfac import FISHERS, kronecker, unknown
-from sosp.losses import LossLike
-from sosp.losses import check as check_loss
 from sosp.passes import Problem
-from sosp.preserve import borrowed
 from sosp.recipe import exchange
-from sosp.records import Structures
 from sosp.structures import Exclude, find_structures
 from sosp.verify import difference
 
@@ -276,7 +276,7 @@ def _first(data: Any, examples: int | None, generator: torch.Generator | None) -
     head = next(chunks, None)
     if head is None or head.size == 0:
         raise DataError("the data is empty: there is not one example to score with. Is the loader's dataset empty?")
-    return head, share(itertools.chain([head], chunks), ranks.rank(), ranks.ranks())
+    return head, share(itertools.chain([head], chunks), distributed.rank(), distributed.ranks())
 
 
 def _cost(model: nn.Module, example: Any) -> Cost | None:

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from sosp.batches import Chunk
+from sosp.core.batches import Chunk
+from sosp.core.losses import IGNORED, LossLike, classes_second, logits_of, one_each, own_loss
 from sosp.errors import ArgumentError, LossError, is_whole
-from sosp.losses import IGNORED, LossLike, classes_second, logits_of, one_each, own_loss
 
 LARGEST_R = 2048  # outputs for which a dense output Hessian (outputs x outputs per example) is formed
 

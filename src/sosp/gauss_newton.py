@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sosp import ranks
-from sosp.batches import Chunk
+from sosp.core import distributed
+from sosp.core.batches import Chunk
+from sosp.core.gates import gated
+from sosp.core.losses import logits_of, per_example
 from sosp.factors import factors
-from sosp.gates import gated
 from sosp.jets import value
-from sosp.losses import logits_of, per_example
 from sosp.passes import (
     Gates,
     Problem,
@@ -68,7 +68,7 @@ def gauss_newton(
 
     count, (first,) = average(problem, "Gauss-Newton", step, share=0.7)
     assert first is not None and gram.total is not None
-    ranks.sum_(gram.total)
+    distributed.sum_(gram.total)
     second = gram.total.div_(count)
     return Terms(count, first, second) if diagonal else Terms(count, first, second.sum(1), second)
 

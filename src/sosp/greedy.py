@@ -8,9 +8,9 @@ from math import floor
 import torch
 from torch import Tensor
 
+from sosp.core.progress import track
+from sosp.core.records import Saliency, Structures
 from sosp.errors import ArgumentError, is_number
-from sosp.progress import track
-from sosp.records import Saliency, Structures
 
 
 def check_share(name: str, value: object) -> None:

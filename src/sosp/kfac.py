@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sosp import ranks
-from sosp.batches import Chunk
+from sosp.core import distributed
+from sosp.core.batches import Chunk
+from sosp.core.gates import gated
+from sosp.core.layers import channel_axis
+from sosp.core.losses import logits_of, per_example
 from sosp.errors import DifferentiationError, StructureError, one_of
 from sosp.factors import factors
-from sosp.gates import gated
-from sosp.layers import channel_axis
-from sosp.losses import logits_of, per_example
 from sosp.passes import Problem, Sums, average, derivative, doubled, wide
 
 # "sampled": a label per example drawn from the network's own outputs, as the paper does: unbiased for the true Fisher.
@@ -81,7 +81,7 @@ def layer_means(
     ``labels`` to draw per example, each one backward pass; one, if nothing is said.
     """
     one_of("fisher", fisher, FISHERS)
-    generator = generator or torch.Generator().manual_seed(ranks.rank())
+    generator = generator or torch.Generator().manual_seed(distributed.rank())
     names = [layer.name for layer in problem.structures.layers]
 
     def step(chunk: Chunk) -> Sums:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from sosp.batches import call
+from sosp.core.batches import call
+from sosp.core.borrow import home, refuse_uninitialised, same_state
 from sosp.errors import ArgumentError, StructureError, whole_number
-from sosp.preserve import home, refuse_uninitialised, same_state
 
 
 @dataclass(frozen=True)

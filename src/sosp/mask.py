@@ -11,11 +11,11 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
+from sosp.core.borrow import check_network
+from sosp.core.gates import GateHook, along, hook_output, install
+from sosp.core.layers import width_of
+from sosp.core.records import Layer, Structures
 from sosp.errors import ArgumentError, StructureError, nearest
-from sosp.gates import GateHook, along, hook_output, install
-from sosp.layers import width_of
-from sosp.preserve import check_network
-from sosp.records import Layer, Structures
 from sosp.structures import find_structures
 
 

@@ -18,14 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sosp import jets, ranks
-from sosp.batches import Chunk, check_device, rebatch
+from sosp import jets
+from sosp.core import distributed
+from sosp.core.batches import Chunk, check_device, rebatch
+from sosp.core.borrow import home
+from sosp.core.gates import along, gated
+from sosp.core.losses import LossLike, per_example
+from sosp.core.progress import track
+from sosp.core.records import Structures
 from sosp.errors import DataError, DifferentiationError, SospError
-from sosp.gates import along, gated
-from sosp.losses import LossLike, per_example
-from sosp.preserve import home
-from sosp.progress import track
-from sosp.records import Structures
 
 CPU_CHUNK = 96 * 2**20  # bytes of activations at once: beyond the caches a pass gets slower, not faster
 LARGEST_CHUNK = 1024  # examples: a GPU is busy by then
@@ -74,14 +75,14 @@ def average(problem: Problem, label: str, step: Callable[[Chunk], Sums], share: 
         for part in _halved(step, chunk):
             total = [_plus(a, b) for a, b in zip(total or [None] * len(part), part, strict=True)]
         count += chunk.size
-    counts = ranks.counts(count, device)
+    counts = distributed.counts(count, device)
     if 0 in counts:
         raise DataError(
             "the data is empty: not one example to score with. Is the loader's dataset or subset empty?"
             if not any(counts)
             else f"{sum(counts)} examples are too few for {len(counts)} processes: give every one of them an example."
         )
-    ranks.sum_(*[t for t in total if t is not None])
+    distributed.sum_(*[t for t in total if t is not None])
     return sum(counts), tuple(None if t is None else t.div_(sum(counts)) for t in total)
 
 

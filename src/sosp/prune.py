@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from sosp.batches import peek
 from sosp.checkpoint import save
+from sosp.core.batches import peek
+from sosp.core.borrow import check_network
+from sosp.core.losses import LossLike
+from sosp.core.records import Saliency
 from sosp.cost import Cost, whole_cost
 from sosp.criteria import score
 from sosp.errors import ArgumentError, whole_number
 from sosp.flow import Flow, trace
 from sosp.flow.layout import Style
-from sosp.losses import LossLike
 from sosp.mask import Mask
-from sosp.preserve import check_network
-from sosp.records import Saliency
 from sosp.repair import Absent, Repaired
 from sosp.repair import repair as repair_network
 from sosp.selection import select

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sosp.core.layers import layer_type
+from sosp.core.scatter import Nothing, Scatter, scatter_output
 from sosp.errors import StructureError
-from sosp.layers import layer_type
-from sosp.scatter import Nothing, Scatter, scatter_output
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sosp.core.borrow import same_random_numbers
+from sosp.core.layers import is_norm, layer_type
 from sosp.flow import Flow, trace
 from sosp.flow.graph import Cut, Ids
-from sosp.layers import is_norm, layer_type
-from sosp.preserve import same_random_numbers
 from sosp.recipe import Recipe, apply
 from sosp.verify import check_same
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sosp import ranks
-from sosp.batches import Chunk
-from sosp.gates import gated
+from sosp.core import distributed
+from sosp.core.batches import Chunk
+from sosp.core.gates import gated
 from sosp.gauss_newton import examples_apart
 from sosp.jets import value
 from sosp.passes import (
@@ -116,16 +116,16 @@ def minibatch_gradients(problem: Problem, size: int) -> tuple[Tensor, Tensor]:
 
     _, (first,) = average(problem, "minibatch gradients", step, share=0.7)
     assert first is not None
-    B = max(ranks.counts(1 + max(sums), first.device))
+    B = max(distributed.counts(1 + max(sums), first.device))
     total = torch.stack([sums.get(b, torch.zeros_like(first)) for b in range(B)])
     counts = total.new_tensor([sizes.get(b, 0) for b in range(B)])
-    ranks.sum_(total, counts)
+    distributed.sum_(total, counts)
     return total, counts
 
 
 def _spans(seen: int, n: int, size: int) -> list[tuple[int, int, int]]:
     """(minibatch, start, stop) of the next n examples of this process, which has seen so many: it has every R-th."""
-    places = [((seen + i) * ranks.ranks() + ranks.rank()) // size for i in range(n)]
+    places = [((seen + i) * distributed.ranks() + distributed.rank()) // size for i in range(n)]
     starts = [i for i in range(n) if i == 0 or places[i] != places[i - 1]]
     return [(places[a], a, b) for a, b in zip(starts, [*starts[1:], n], strict=True)]
 

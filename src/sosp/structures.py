@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sosp.core.borrow import check_network
+from sosp.core.layers import LAYERS, channel_axis, layer_type
+from sosp.core.records import Layer, Structures
 from sosp.errors import ArgumentError, StructureError, nearest, one_of
 from sosp.flow import Flow
 from sosp.flow import trace as trace_flow
-from sosp.layers import LAYERS, channel_axis, layer_type
-from sosp.preserve import check_network
-from sosp.records import Layer, Structures
 from sosp.wiring import Trace, trace
 
 KINDS = ("filters", "blocks", "weights")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from sosp.batches import call, copies, rows_from
+from sosp.core.batches import call, copies, rows_from
 from sosp.errors import StructureError, SurgeryError
 from sosp.flow.ops import DROPOUTS, name_of
 from sosp.flow.twin import few, quiet, rows, tensors_of

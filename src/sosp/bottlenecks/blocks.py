@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
+from sosp.core.records import Structures
 from sosp.errors import ArgumentError, StructureError, nearest
 from sosp.flow import Flow
-from sosp.records import Structures
 from sosp.widening import is_depthwise, ties
 
 Key = tuple[int, ...]  # of a stream: the classes of its channels

@@ -10,10 +10,10 @@ from sosp.bottlenecks.blocks import Block, Named, blocks_of
 from sosp.bottlenecks.chance import holm, merged, tails
 from sosp.bottlenecks.record import FITTING, NARROW, WIDE, Bottlenecks, Part, Size
 from sosp.bottlenecks.removals import Given, Removals, removals_of
+from sosp.core.records import Saliency, Structures
 from sosp.cost import Cost, cost_of, whole_cost
 from sosp.errors import ArgumentError, SospError, is_number
 from sosp.flow import Flow
-from sosp.records import Saliency, Structures
 from sosp.widening import widened
 
 CostOf = Callable[[Mapping[str, float]], Cost]  # layer -> factor: what the network with these widths costs

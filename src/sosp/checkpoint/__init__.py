@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.archive import about, as_path, line, read, write
 from sosp.checkpoint.decode import decode
 from sosp.checkpoint.model import (
     aliases_of,
@@ -26,6 +25,7 @@ from sosp.checkpoint.model import (
 )
 from sosp.checkpoint.saved import Saved, encode
 from sosp.checkpoint.shapes import check_shapes, shapes
+from sosp.core.files import about, as_path, line, read, write
 from sosp.errors import ArgumentError, CheckpointError
 from sosp.mask import Mask
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from sosp.checkpoint.saved import DTYPES, INDEX, LAYOUTS, Saved, Shape, Stored
 from sosp.checkpoint.shapes import after, shapes
+from sosp.core.borrow import refuse_uninitialised
+from sosp.core.gates import GateHook, InputHook
+from sosp.core.layers import layer_type
 from sosp.errors import ArgumentError, CheckpointError, nearest
-from sosp.gates import GateHook, InputHook
-from sosp.layers import layer_type
 from sosp.mask import ZeroWeights
-from sosp.preserve import refuse_uninitialised
 from sosp.recipe import Recipe, apply
 
 # Nobody makes a network that much wider; a buffer that is not in the file may not grow by what the file says.

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sosp.archive import about, as_path, read, write
-from sosp.checkpoint.claims import fields, many, one_of, parse, text, whole
+from sosp.core.files import about, as_path, read, write
+from sosp.core.records import OBJECTIVES, SCOPES, Saliency, Structures
+from sosp.core.schema import fields, many, one_of, parse, text, whole
 from sosp.errors import CheckpointError
 from sosp.greedy import ranks_of
 from sosp.mask import Mask
-from sosp.records import OBJECTIVES, SCOPES, Saliency, Structures
 
 DOCUMENT = fields(
     holds=one_of(["saliency"]),

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sosp.progress import SHOWN
+from sosp.core.progress import SHOWN
 from sosp.training import Moment
 
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from sosp import ranks
 from sosp.cli.screen import Screen
 from sosp.config import SECTIONS
+from sosp.core import distributed
 from sosp.options import FLAG, Option, options_of
 
 PANELS = {
@@ -54,7 +54,7 @@ def takes(*wanted: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
                 if value is not None and value != []:
                     given[section][key] = value
             as_json = values.pop("json")
-            with ranks.joined(), Screen(as_json=as_json).guarding() as screen:
+            with distributed.joined(), Screen(as_json=as_json).guarding() as screen:
                 function(**values, given=given, screen=screen)
 
         parameters = [*own, *(_parameter(*option) for option in chosen), JSON]

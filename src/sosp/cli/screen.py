@@ -15,9 +15,9 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from sosp import ranks
 from sosp.cli.bar import Bar
 from sosp.cli.words import WORDS
+from sosp.core import distributed
 from sosp.errors import SospError, TrainingError
 from sosp.runs import Run
 from sosp.training import Moment
@@ -32,7 +32,7 @@ class Screen:
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
-        self.console = Console(quiet=as_json or not ranks.is_main(), **PLAIN)
+        self.console = Console(quiet=as_json or not distributed.is_main(), **PLAIN)
         if not self.console.is_terminal:  # a file has lines of any length
             self.console.soft_wrap, self.console.width = True, ANY
         self.run: Run | None = None
@@ -53,7 +53,7 @@ class Screen:
 
     def tell(self, facts: Mapping[str, Any]) -> None:
         """One line of JSON, for machines."""
-        if self.as_json and ranks.is_main():
+        if self.as_json and distributed.is_main():
             print(json.dumps(finite(facts), allow_nan=False, default=str), flush=True)
 
     # --- a run as it goes (pipeline.Watcher) ------------------------------------------------------------
@@ -125,7 +125,7 @@ class Screen:
 
     def _complain(self, words: Text) -> None:
         """To people; one line, where it is not a terminal."""
-        if ranks.is_main() and not self.as_json:
+        if distributed.is_main() and not self.as_json:
             console = Console(stderr=True, **PLAIN)
             words.plain = hanging(words.plain, console)
             console.print(words, soft_wrap=True)

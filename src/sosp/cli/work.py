@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from sosp import ranks
 from sosp.cli.flags import DryRun, Resume, Sections, takes
 from sosp.cli.screen import Screen
 from sosp.cli.targets import before_pruning, sections_for
 from sosp.cli.words import budget, comparison_table, duration, expansion_table, large, results_table
 from sosp.config import Config, as_flag, build, placed, read
+from sosp.core import distributed
 from sosp.errors import ArgumentError
 from sosp.models import parse
 from sosp.pipeline import (
@@ -174,10 +174,10 @@ def warn_if_fresh(job: Job, screen: Screen) -> None:
 def everywhere(folder: Path, record: Record, resume: bool) -> Iterator[Run]:
     """The run, opened by the first process; the others read along."""
     with ExitStack() as stack:
-        if ranks.is_main():
+        if distributed.is_main():
             found = stack.enter_context(opened(folder, record, must_exist=resume))
-        ranks.wait()
-        if not ranks.is_main():
+        distributed.wait()
+        if not distributed.is_main():
             found = stack.enter_context(opened(folder, record, writes=False))
         yield found
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from sosp import ranks
+from sosp.core import distributed
 from sosp.criteria import METHODS
 from sosp.errors import ArgumentError, one_of, whole_number
 from sosp.structures import Exclude
@@ -94,7 +94,7 @@ class Cells:
 
     def keep(self, cell: Cell) -> None:
         self.known[cell.key] = cell
-        if self.path is not None and ranks.is_main():
+        if self.path is not None and distributed.is_main():
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(cell)) + "\n")
                 file.flush()

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from sosp.comparison.work import Work
+from sosp.core.records import Saliency
 from sosp.cost import Cost, alternative, count
 from sosp.criteria import METHODS
 from sosp.eigendamage import eigendamage
 from sosp.flow.layout import Style
 from sosp.mask import Mask
-from sosp.records import Saliency
 from sosp.selection import select
 from sosp.surgery import shrink_along
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from sosp.batches import call
+from sosp.core.batches import call
 from sosp.flow.twin import tensors_of
 from sosp.recipe import exchange
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sosp import ranks
 from sosp.comparison.cells import Cell, Cells, Plan
 from sosp.comparison.cutting import Cutter, cutter
 from sosp.comparison.folding import folded
 from sosp.comparison.work import Work, prepared
+from sosp.core import distributed
 from sosp.criteria import METHODS
 from sosp.data import Dataset
 from sosp.errors import DisconnectedError
@@ -48,7 +48,7 @@ def compare(
     if place is not None:
         place.mkdir(parents=True, exist_ok=True)
     cells = Cells(place)
-    ranks.wait()  # all have read what is there before one of them writes
+    distributed.wait()  # all have read what is there before one of them writes
     for seed in plan.draws:
         for method in plan.methods:
             cuts = cutter(work, method, seed)

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp import ranks
-from sosp.batches import Chunk, read, share
+from sosp.core import distributed
+from sosp.core.batches import Chunk, read, share
+from sosp.core.borrow import borrowed
+from sosp.core.layers import width_of
+from sosp.core.losses import IGNORED, LossLike
+from sosp.core.losses import check as check_loss
+from sosp.core.records import OBJECTIVES, Saliency, Structures
 from sosp.criteria import ccp, fisher, fpgm, hrank, learned, magnitude, obd, slimming, snip, sosp, surgeon, taylor
 from sosp.criteria.answers import Labels, answered
 from sosp.criteria.method import Method, Values, refuse_unsuited
 from sosp.criteria.options import Options
 from sosp.errors import ArgumentError, DataError, LossError, one_of
-from sosp.layers import width_of
-from sosp.losses import IGNORED, LossLike
-from sosp.losses import check as check_loss
 from sosp.passes import Problem, Terms
-from sosp.preserve import borrowed
-from sosp.records import OBJECTIVES, Saliency, Structures
 from sosp.structures import find_structures
 
 SOSP = (
@@ -184,7 +184,7 @@ def score(
             groups = "coupled" if "coupled" in chosen.needs else "independent"
             structures = find_structures(model, head.rows(0, min(2, head.size)).inputs, groups=groups)
             check_structures(model, structures, method)
-        mine = share(chunks, ranks.rank(), ranks.ranks())
+        mine = share(chunks, distributed.rank(), distributed.ranks())
         found = chosen.run(Problem(model, structures, loss, mine, examples), Options(classes, generator))
     saliency = _saliency(found, structures, method, next(model.parameters()).dtype, objective)
     if labels.are_ignored:

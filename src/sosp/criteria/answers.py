@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from sosp.batches import Chunk
+from sosp.core.batches import Chunk
+from sosp.core.losses import IGNORED, LossLike, classes_axis, logits_of
 from sosp.errors import DataError
-from sosp.losses import IGNORED, LossLike, classes_axis, logits_of
 
 
 class Labels:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sosp.core.records import Structures
 from sosp.criteria.options import Options
 from sosp.gauss_newton import gauss_newton
 from sosp.passes import Problem, Terms
-from sosp.records import Structures
 from sosp.statistics import gradient_products
 
 

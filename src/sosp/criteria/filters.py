@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.layers import layer_type
+from sosp.core.layers import layer_type
+from sosp.core.records import Structures
 from sosp.passes import wide
-from sosp.records import Structures
 
 
 def filters_of(model: nn.Module, name: str) -> Tensor:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from sosp.core.records import Structures
 from sosp.criteria.options import Options
 from sosp.errors import ArgumentError, StructureError
 from sosp.passes import Problem, Terms
-from sosp.records import Structures
 
 FEW = 3  # layers named in a message
 

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sosp.core.records import Structures
 from sosp.criteria.method import Values
 from sosp.criteria.options import Options
 from sosp.errors import DataError, StructureError
 from sosp.gauss_newton import examples_apart
 from sosp.kfac import Measure, layer_means, outer, patches, refuse_others, rows
 from sosp.passes import Problem
-from sosp.records import Structures
 
 BLOCK = 2**24  # elements of per-example gradients and patches at once
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sosp.core.records import Layer
 from sosp.criteria.filters import summed
 from sosp.criteria.options import Options
 from sosp.passes import Problem, wide
-from sosp.records import Layer
 
 
 def slimming(problem: Problem, options: Options) -> Tensor:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sosp.core.borrow import home
 from sosp.criteria.options import Options
 from sosp.curvature import full_hessian, gradient, hessian_vector, weight_terms
 from sosp.gauss_newton import gauss_newton
 from sosp.passes import Problem, Terms
-from sosp.preserve import home
 
 
 def sosp_h(problem: Problem, options: Options) -> Terms:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
+from sosp.core.progress import track
 from sosp.data import glance
 from sosp.data.files import Folder, report
 from sosp.data.images import complaint, pillow
 from sosp.data.scale import IMAGENET_MEAN, IMAGENET_STD, Scale
 from sosp.data.source import Dataset
 from sosp.errors import ArgumentError, DataError, nearest, whole_number
-from sosp.progress import track
 
 SLAB = 256  # files that a thread looks at in one go
 NAMED = 10  # folders that a message lists

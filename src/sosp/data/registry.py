@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from sosp.core.user_code import function
 from sosp.data.cifar import cifar10, cifar100
 from sosp.data.embedded import digits
 from sosp.data.folders import folder as image_folder
 from sosp.data.resident import Resident
 from sosp.data.source import Dataset
 from sosp.errors import ArgumentError, DataError, nearest
-from sosp.usercode import function
 
 IN_FOLDERS: dict[str, Callable[[str | os.PathLike[str]], Dataset]] = {
     "cifar10": cifar10,

@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sosp import ranks
 from sosp.bottlenecks import Bottlenecks, bottlenecks
 from sosp.checkpoint import inspect, save
 from sosp.comparison.work import Work, prepared
+from sosp.core import distributed
+from sosp.core.borrow import home
+from sosp.core.records import Saliency
 from sosp.cost import Cost, count
 from sosp.data import Dataset
 from sosp.errors import ArgumentError, DisconnectedError
@@ -22,9 +24,7 @@ from sosp.expansion.plan import Course, Plan, Setup
 from sosp.expansion.points import Point, Points
 from sosp.expansion.start import settled
 from sosp.mask import Mask
-from sosp.preserve import home
 from sosp.prune import cut
-from sosp.records import Saliency
 from sosp.selection import select
 from sosp.surgery import shrink
 from sosp.training import Trained, evaluate, train
@@ -64,7 +64,7 @@ def run_courses(
     _check(networks, courses)
     claim(plan, setup)
     scene = Scene(networks, data, plan, setup, Points(setup.place))
-    ranks.wait()  # all have read what is there before one of them writes
+    distributed.wait()  # all have read what is there before one of them writes
     budgets = plan.budgets(sum(p.numel() for p in next(iter(networks.values())).parameters()))
     blanks = {c.name: [Point(c.name, *budget, setup.seed) for budget in budgets] for c in courses}
     left = [c for c in courses if not all(_is_done(scene, c, blank) for blank in blanks[c.name])]
@@ -222,7 +222,7 @@ def _file(scene: Scene, point: Point) -> Path:
 
 def _save(scene: Scene, point: Point, model: nn.Module, mask: Mask | None) -> None:
     """The network with its mask, which stays the one it was cut by."""
-    if scene.setup.place is None or not ranks.is_main():
+    if scene.setup.place is None or not distributed.is_main():
         return
     file = _file(scene, point)
     file.parent.mkdir(exist_ok=True)

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 
 from torch import nn
 
-from sosp import ranks
 from sosp.bottlenecks import Bottlenecks, bottlenecks
 from sosp.bottlenecks.removals import RATIOS
+from sosp.core import distributed
 from sosp.data import Dataset
 from sosp.errors import ArgumentError, CheckpointError
 from sosp.expansion.constant import Constant, matching
@@ -129,4 +129,4 @@ def _kept(setup: Setup) -> Choice | None:
 def _keep(setup: Setup, choice: Choice) -> None:
     if setup.place is not None:
         write_json(setup.place / CHOICE, asdict(choice))
-    ranks.wait()
+    distributed.wait()

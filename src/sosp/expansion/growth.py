@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from sosp.core.layers import layer_type, width_of
 from sosp.cost import Cost, cost_of, count
 from sosp.errors import ArgumentError, is_number
 from sosp.flow import trace
 from sosp.flow.layout import Layout
-from sosp.layers import layer_type, width_of
 from sosp.nets import Width
 from sosp.training.sources import moved
 from sosp.widening import widen_along, widened

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sosp import ranks
+from sosp.core import distributed
 from sosp.errors import CheckpointError
 from sosp.expansion.plan import Plan, Setup
 from sosp.training.schedule import schedule_of
@@ -50,7 +50,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    if not ranks.is_main():
+    if not distributed.is_main():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")

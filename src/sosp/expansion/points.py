@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from sosp import ranks
+from sosp.core import distributed
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Points:
 
     def keep(self, point: Point) -> None:
         self.known[point.name] = point
-        if self.path is not None and ranks.is_main():
+        if self.path is not None and distributed.is_main():
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(point)) + "\n")
                 file.flush()

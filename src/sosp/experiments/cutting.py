@@ -15,6 +15,7 @@ from torch import nn
 from sosp.checkpoint import load, save
 from sosp.comparison import Plan
 from sosp.comparison.work import BATCH, Work, prepared
+from sosp.core.records import Saliency
 from sosp.cost import alternative
 from sosp.criteria import METHODS, check_structures
 from sosp.eigendamage import Basis, basis, rebuild
@@ -26,7 +27,6 @@ from sosp.experiments.networks import begun_with, opened
 from sosp.flow import Flow
 from sosp.learned import amc
 from sosp.mask import Mask, masked
-from sosp.records import Saliency
 from sosp.runs import read_json, write_json
 from sosp.selection import select
 from sosp.structures import downsampling, find_structures

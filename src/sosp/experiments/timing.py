@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sosp.core.records import Structures
 from sosp.cost import count
 from sosp.criteria import score
 from sosp.experiments.bench import Bench, made
 from sosp.experiments.cells import Timed, document
 from sosp.experiments.records import Record
-from sosp.records import Structures
 from sosp.selection import select
 from sosp.structures import downsampling, find_structures
 from sosp.training import recalibrate

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from sosp.batches import call
+from sosp.core.batches import call
+from sosp.core.borrow import check_network, refuse_uninitialised
+from sosp.core.layers import is_norm
 from sosp.errors import StructureError
 from sosp.flow.graph import OPAQUE, ZERO, Cut, Graph, Ids, Pin, components
 from sosp.flow.layout import Layout, Style, solve
@@ -23,8 +25,6 @@ from sosp.flow.paths import PathWarning, pin_other_ways, unseen, users_level, wa
 from sosp.flow.plan import plan
 from sosp.flow.tracer import Tracer
 from sosp.flow.twin import few, meta_copy, on_device, quiet, refuse_kept, tensors_of
-from sosp.layers import is_norm
-from sosp.preserve import check_network, refuse_uninitialised
 
 MODES = ("eval", "train")
 REAL = 8  # rows that are run with real numbers, as many as show which layers there are

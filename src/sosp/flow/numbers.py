@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import nn
 
+from sosp.core.layers import layer_type
 from sosp.flow.graph import Graph, Ids, Pin, Record
 from sosp.flow.layout import Layout, whole
 from sosp.flow.rehearsal import Rehearsal
-from sosp.layers import layer_type
 from sosp.recipe import Recipe
 
 if TYPE_CHECKING:

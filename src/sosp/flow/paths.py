@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from sosp.core.layers import is_norm, layer_type
 from sosp.flow.graph import Decision, Graph, Ids, Pin
 from sosp.flow.ops import OURS
-from sosp.layers import is_norm, layer_type
 
 SHOWN = 3  # names in a message
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sosp.core.layers import is_norm, layer_type
 from sosp.flow.graph import Cut, Dense, Graph, Pin, Record
 from sosp.flow.labels import indices
 from sosp.flow.layout import Layout, Style
@@ -19,7 +20,6 @@ from sosp.flow.ops import NUMBERS
 from sosp.flow.paths import exposed, other_ways
 from sosp.flow.rehearsal import Rehearsal, rehearse
 from sosp.flow.twin import few, meta_copy, on_device, quiet
-from sosp.layers import is_norm, layer_type
 from sosp.recipe import Placing, Recipe, apply
 
 if TYPE_CHECKING:

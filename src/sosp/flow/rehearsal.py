@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from sosp.batches import call
+from sosp.core.batches import call
+from sosp.core.scatter import Nothing, Scatter
 from sosp.flow.graph import Record
 from sosp.flow.labels import OPAQUE, RESHAPES, Labels, compact, reshaped, settle
 from sosp.flow.ops import COMPOSITE, DECOMPOSED, name_of, numbers, run, unchecked
-from sosp.scatter import Nothing, Scatter
 
 
 class AnotherWayError(RuntimeError):

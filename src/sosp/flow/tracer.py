@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from sosp.core.layers import channel_axis, is_norm, layer_type
+from sosp.core.scatter import Scatter
 from sosp.flow.book import Book
 from sosp.flow.dense import DENSE, dense, embedding
 from sosp.flow.elementwise import elementwise
@@ -38,8 +40,6 @@ from sosp.flow.ops import (
 )
 from sosp.flow.probe import Call, copied
 from sosp.flow.twin import rows, tensors_of
-from sosp.layers import channel_axis, is_norm, layer_type
-from sosp.scatter import Scatter
 
 Found = tuple[list[Labels | None], bool]  # the labels of the outputs, and whether the op only moves elements
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sosp.batches import leading
+from sosp.core.batches import leading
+from sosp.core.borrow import layer_by_layer, same_random_numbers
 from sosp.errors import StructureError
-from sosp.preserve import layer_by_layer, same_random_numbers
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sosp.core.progress import track
+from sosp.core.records import Structures
 from sosp.criteria import score
 from sosp.errors import whole_number
 from sosp.learned.budget import Budget, budget_of
@@ -17,8 +19,6 @@ from sosp.learned.ddpg import Agent, Transition
 from sosp.learned.features import STATES, Features, features_of
 from sosp.learned.given import example_of, structures_of, validation
 from sosp.mask import Mask, masked
-from sosp.progress import track
-from sosp.records import Structures
 from sosp.training import evaluate
 
 MEMORY = 100  # episodes

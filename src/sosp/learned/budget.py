@@ -9,10 +9,10 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from sosp.core.records import Structures
 from sosp.cost import cost_of, whole_cost
 from sosp.errors import ArgumentError
 from sosp.learned.given import number
-from sosp.records import Structures
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sosp.core.layers import layer_type
+from sosp.core.records import Layer, Structures
 from sosp.errors import StructureError
-from sosp.layers import layer_type
-from sosp.records import Layer, Structures
 
 
 def _places(model: nn.Module, layer: Layer, gate: str) -> list[tuple[str, Any]]:

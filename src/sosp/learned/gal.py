@@ -13,19 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from sosp import ranks
-from sosp.batches import call
+from sosp.core import distributed
+from sosp.core.batches import call
+from sosp.core.borrow import borrowed
+from sosp.core.gates import along, install
+from sosp.core.losses import logits_of
+from sosp.core.records import Saliency, Structures
 from sosp.errors import whole_number
-from sosp.gates import along, install
 from sosp.learned.fista import Fista
 from sosp.learned.folding import fold, refuse_unfoldable
 from sosp.learned.given import example_of, examples_in, number, schedule_for, structures_of
 from sosp.learned.perceptron import perceptron
 from sosp.learned.result import Learned
-from sosp.losses import logits_of
 from sosp.mask import Mask
-from sosp.preserve import borrowed
-from sosp.records import Saliency, Structures
 from sosp.training import Companion, Schedule, train
 from sosp.training.loop import OnEpoch
 
@@ -131,7 +131,7 @@ class Adversary(Companion):
     def after(self, model: nn.Module, rate: float | Tensor) -> None:
         slope = self.mask.grad
         assert slope is not None
-        ranks.sum_(slope)
+        distributed.sum_(slope)
         self.fista.step(slope, rate)
         self.mask.grad = None
         self.numbers = ()  # with their graph, which a step that is captured afterwards would stumble over

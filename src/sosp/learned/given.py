@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.batches import first_rows
+from sosp.core.batches import first_rows
+from sosp.core.borrow import home
+from sosp.core.records import Structures
 from sosp.criteria import METHODS, check_structures
 from sosp.criteria.method import refuse_unsuited
 from sosp.data.source import generator
 from sosp.errors import ArgumentError, DataError
-from sosp.preserve import home
-from sosp.records import Structures
 from sosp.structures import find_structures
 from sosp.training.dice import apart
 from sosp.training.feed import Feed

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from sosp.core.records import Saliency, Structures
 from sosp.mask import Mask
-from sosp.records import Saliency, Structures
 from sosp.training import Epoch
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from sosp.core.user_code import function
+from sosp.core.user_errors import users_code
 from sosp.errors import ArgumentError
-from sosp.models.blame import users_code
 from sosp.models.source import Source
 from sosp.nets import Width
-from sosp.usercode import function
 
 
 def _make(name: str, classes: int | None, width: Width) -> Any:

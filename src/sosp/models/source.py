@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from sosp.core.user_errors import first_line
 from sosp.errors import ArgumentError, SospError, nearest
-from sosp.models.blame import first_line
 from sosp.nets import Width
 
 Shape = tuple[int, ...]  # of one input, without the batch

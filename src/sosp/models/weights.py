@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from sosp.archive import KEY, as_path, line
 from sosp.checkpoint import load
+from sosp.core.files import KEY, as_path, line
 from sosp.errors import CheckpointError
 
 WRAPPERS = ("state_dict", "model", "model_state_dict")  # keys under which training scripts keep the state dict

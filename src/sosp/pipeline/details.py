@@ -14,6 +14,7 @@ from sosp.bottlenecks import bottlenecks
 from sosp.bottlenecks.find import CostOf
 from sosp.checkpoint.saliency import read_saliency
 from sosp.config import Pruning
+from sosp.core.records import INPUT, Saliency, Structures
 from sosp.data import Source
 from sosp.errors import ArgumentError
 from sosp.flow.layout import Style
@@ -23,7 +24,6 @@ from sosp.models import parse
 from sosp.pipeline.expanding import growth_for
 from sosp.pipeline.job import Job
 from sosp.prune import Pruned
-from sosp.records import INPUT, Saliency, Structures
 from sosp.training import evaluate
 
 POINTS = 8  # along the way, the whole mask being the last one

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sosp.batches import call
 from sosp.config import Pruning
+from sosp.core.batches import call
+from sosp.core.losses import logits_of
 from sosp.cost import count
-from sosp.losses import logits_of
 from sosp.pipeline.comparing import plan_of
 from sosp.pipeline.expanding import plan_for
 from sosp.pipeline.job import Job, structures_for

@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 from sosp import models
-from sosp.batches import call
 from sosp.checkpoint import inspect
 from sosp.config import Config, Data, Pruning, Training
+from sosp.core.batches import call
+from sosp.core.losses import logits_of
+from sosp.core.records import Saliency, Structures
+from sosp.core.user_errors import users_code
 from sosp.criteria import METHODS, check_structures
 from sosp.data import Dataset
 from sosp.data import load as load_data
 from sosp.errors import ArgumentError, CheckpointError, DataError, DisconnectedError
 from sosp.learned.slimming import scales_of
-from sosp.losses import logits_of
 from sosp.mask import Mask
-from sosp.models.blame import users_code
-from sosp.records import Saliency, Structures
 from sosp.runs import is_run, network_of
 from sosp.selection import select
 from sosp.structures import downsampling, excluded_names, find_structures

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from sosp import ranks
 from sosp.checkpoint import save
 from sosp.checkpoint.saliency import keep_saliency
 from sosp.config import Pruning, Training
+from sosp.core import distributed
+from sosp.core.records import Saliency
 from sosp.cost import Cost, count
 from sosp.criteria import score
 from sosp.data import Source
@@ -27,7 +28,6 @@ from sosp.pipeline.details import details, narrow_places
 from sosp.pipeline.expanding import run_expansion
 from sosp.pipeline.job import Job, mask_of, structures_for, teacher_for
 from sosp.prune import Pruned, cut, repaired_cut
-from sosp.records import Saliency
 from sosp.repair import Repaired
 from sosp.runs import DETAILS, SALIENCY, Run, write_json
 from sosp.training import Epoch, Moment, evaluate, recalibrate, train
@@ -198,7 +198,7 @@ def carry_out(job: Job, run: Run, watch: Watcher) -> dict[str, Any]:
             found = STAGES[stage](stage, job, stand, run, watch)
             run.finish(stage, found)
             watch.event("end", {"stage": stage, "file": str(run.file(stage)), **found})
-        ranks.wait()
+        distributed.wait()
         if stage in ("compare", "expand"):
             continue
         # Always from the file: a run that was interrupted goes on with the same numbers as one that was not.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from sosp.core.records import Structures
 from sosp.flow import Flow
 from sosp.flow.plan import stay
 from sosp.mask import Mask
-from sosp.records import Structures
 
 
 class Absent:

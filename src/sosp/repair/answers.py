@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sosp.losses import classes_axis, logits_of
+from sosp.core.losses import classes_axis, logits_of
 from sosp.repair.inputs import Part
 from sosp.repair.measures import Measure
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sosp.batches import Chunk, check_device, read, rebatch
+from sosp.core.batches import Chunk, check_device, read, rebatch
 from sosp.errors import DataError, whole_number
 
 HELD = 10  # one of so many inputs is held out

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sosp.core.layers import layer_type
 from sosp.flow.ops import CONVOLUTIONS, TRANSPOSED, arguments
-from sosp.layers import layer_type
 
 Sizes = tuple[int, ...]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sosp.layers import layer_type
+from sosp.core.layers import layer_type
+from sosp.core.scatter import scatter_output
 from sosp.repair.trails import Trails
 from sosp.repair.watch import Listener, known
-from sosp.scatter import scatter_output
 
 BYTES = 2**30  # kept at most
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.batches import Chunk
+from sosp.core.batches import Chunk
+from sosp.core.losses import logits_of
 from sosp.errors import SospError, StructureError
-from sosp.losses import logits_of
 from sosp.recipe import Recipe
 from sosp.repair.activations import EVERYTHING, Act
 from sosp.repair.collect import Feed, Task

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sosp.core.borrow import borrowed, home
+from sosp.core.losses import NAMES as LOSSES
+from sosp.core.progress import track
 from sosp.errors import one_of, whole_number
-from sosp.losses import NAMES as LOSSES
-from sosp.preserve import borrowed, home
-from sosp.progress import track
 from sosp.repair.activations import EVERYTHING
 from sosp.repair.answers import Likeness, answers
 from sosp.repair.collect import Collector, Positions, Seen, Task, chains, equations

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from sosp.core.layers import channel_axis, layer_type
+from sosp.core.scatter import Scatter
 from sosp.flow.labels import SAME
 from sosp.flow.ops import DROPOUTS, name_of
-from sosp.layers import channel_axis, layer_type
 from sosp.repair.activations import ACTIVATIONS, CLIPS, EVERYTHING, Act, Range, activation, unchanged
 from sosp.repair.layouts import Use
 from sosp.repair.spans import Held, Span, versions
 from sosp.repair.watch import SUMS, Watch, known
-from sosp.scatter import Scatter
 
 PRODUCTS = frozenset({"mul", "__mul__", "__imul__", "__rmul__", "multiply"})
 

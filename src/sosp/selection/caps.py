@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sosp.core.records import Saliency, Structures
 from sosp.greedy import Room, greedy, most_of
-from sosp.records import Saliency, Structures
 
 
 def read_by(structures: Structures) -> dict[str, str]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sosp.core.borrow import home, refuse_uninitialised
 from sosp.errors import ArgumentError, whole_number
-from sosp.preserve import home, refuse_uninitialised
 from sosp.room import Room, with_room
 from sosp.training.companion import Companion
 from sosp.training.dice import chance

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sosp.preserve import same_random_numbers
+from sosp.core.borrow import same_random_numbers
 
 # NumPy's old functions are what datasets draw from, so theirs is the state that counts.
 _numpy_state, _set_numpy_state = np.random.get_state, np.random.set_state

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp import ranks
-from sosp.batches import first_rows
+from sosp.core import distributed
+from sosp.core.batches import first_rows
+from sosp.core.borrow import home, same_random_numbers, same_state
+from sosp.core.progress import track
 from sosp.data import Resident
 from sosp.errors import DataError, whole_number
-from sosp.preserve import home, same_random_numbers, same_state
-from sosp.progress import track
 from sosp.training.memory import outputs_of
 from sosp.training.objective import classes_of, correct, loss_sum, refuse_labels
 from sosp.training.schedule import Schedule
@@ -70,13 +70,13 @@ def _batches(data: Any, batch: int, limit: int | None) -> Iterable[tuple[Any, Te
     if limit is not None:
         whole_number("limit", limit)
     if is_source(data):
-        return data.ordered(batch=batch, limit=limit, rank=ranks.rank(), ranks=ranks.ranks())
+        return data.ordered(batch=batch, limit=limit, rank=distributed.rank(), ranks=distributed.ranks())
     if not isinstance(data, Iterable) or isinstance(data, Tensor | str):
         raise DataError(
             f"the data is a {type(data).__name__}; give a source of sosp.data, a pair of tensors (inputs, labels), or "
             "batches of them."
         )
-    return _limited(data, limit) if ranks.is_main() else []  # the user's own loader is read once
+    return _limited(data, limit) if distributed.is_main() else []  # the user's own loader is read once
 
 
 def _limited(data: Iterable[Any], limit: int | None) -> Iterator[tuple[Any, Tensor]]:
@@ -105,7 +105,7 @@ def _evaluate(
         sums[1] += correct(outputs, y, 5)
         sums[2] += loss_sum(outputs, y, Schedule())
         sums[3] += len(y)
-    ranks.sum_(sums)
+    distributed.sum_(sums)
     first, five, loss, examples = sums.tolist()
     if not examples:
         raise DataError("there is nothing to evaluate on: the data is empty.")

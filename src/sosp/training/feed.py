@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
-from sosp import ranks
+from sosp.core import distributed
 from sosp.data.source import generator
 from sosp.errors import DataError
 from sosp.training.dice import apart
@@ -50,12 +50,14 @@ class Feed:
 
     def _prepared(self, number: int, start: int) -> Iterator[Batch]:
         batch, seed = self.batch, self.seed
-        mine = self.source.epoch(number, batch=batch, seed=seed, start=start, rank=ranks.rank(), ranks=ranks.ranks())
+        mine = self.source.epoch(
+            number, batch=batch, seed=seed, start=start, rank=distributed.rank(), ranks=distributed.ranks()
+        )
         for k, (x, y) in enumerate(mine, start):
             rows = min(batch, self.examples - k * batch)
-            if rows < ranks.ranks():
+            if rows < distributed.ranks():
                 x, y = next(iter(self.source.epoch(number, batch=batch, seed=seed, start=k)))
-            yield Batch(x, y, rows, ranks.ranks() if rows < ranks.ranks() else 1)
+            yield Batch(x, y, rows, distributed.ranks() if rows < distributed.ranks() else 1)
 
     def _own(self, number: int, start: int) -> Iterator[Batch]:
         for batch in itertools.islice(apart(self.source, generator(self.seed, number)), start, None):
@@ -64,7 +66,7 @@ class Feed:
 
 def dealt(x: Any, y: Tensor) -> Batch:
     """This rank's part of a batch that all of them have read."""
-    r, n, rows = ranks.rank(), ranks.ranks(), len(y)
+    r, n, rows = distributed.rank(), distributed.ranks(), len(y)
     if rows < n:
         return Batch(x, y, rows, n)
     x, y = rows_of((x, y), slice(r, None, n), rows) if n > 1 else (x, y)
@@ -73,18 +75,18 @@ def dealt(x: Any, y: Tensor) -> Batch:
 
 def in_order(source: Any, batch: int) -> Iterator[Batch]:
     """All of a source, not augmented."""
-    for k, (x, y) in enumerate(source.ordered(batch=batch, rank=ranks.rank(), ranks=ranks.ranks())):
+    for k, (x, y) in enumerate(source.ordered(batch=batch, rank=distributed.rank(), ranks=distributed.ranks())):
         rows = min(batch, len(source) - k * batch)
-        if rows < ranks.ranks():
+        if rows < distributed.ranks():
             x, y = next(itertools.islice(source.ordered(batch=batch), k, None))
-        yield Batch(x, y, rows, ranks.ranks() if rows < ranks.ranks() else 1)
+        yield Batch(x, y, rows, distributed.ranks() if rows < distributed.ranks() else 1)
 
 
 def _lengths(loader: Any, batch: int) -> tuple[int, int]:
     """Batches and examples of an epoch."""
     if is_source(loader):
         return loader.steps(batch), len(loader)
-    if ranks.ranks() > 1 and isinstance(getattr(loader, "sampler", None), DistributedSampler):
+    if distributed.ranks() > 1 and isinstance(getattr(loader, "sampler", None), DistributedSampler):
         raise DataError("the loader has a DistributedSampler; give it a plain one: the ranks share every batch.")
     try:
         if isinstance(loader, Tensor | str) or not hasattr(loader, "__iter__"):

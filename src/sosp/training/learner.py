@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp import ranks
-from sosp.batches import call
+from sosp.core import distributed
+from sosp.core.batches import call
 from sosp.room import Room
 from sosp.training.companion import Companion
 from sosp.training.feed import Batch
@@ -81,7 +81,7 @@ class Learner:
             loss = loss_sum(outputs, batch.labels, self.schedule, self._taught(batch.inputs))
             more = self._more(batch, outputs)
         self._total(loss / (batch.rows * batch.copies), more).backward()
-        if ranks.ranks() > 1:
+        if distributed.ranks() > 1:
             self._add_up()
         self._keep_room_empty()
         self.optimiser.step()
@@ -105,7 +105,7 @@ class Learner:
         """What this rank minimises."""
         if self.companion is None or more is None:
             return loss
-        more = more / ranks.ranks()
+        more = more / distributed.ranks()
         return more if self.companion.replaces else loss + more
 
     @torch.no_grad()
@@ -119,7 +119,7 @@ class Learner:
         for p in self.named.values():
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        ranks.sum_(given, *[p.grad for p in self.named.values() if p.grad is not None])
+        distributed.sum_(given, *[p.grad for p in self.named.values() if p.grad is not None])
         for p, used in zip(self.named.values(), given.tolist(), strict=True):
             if not used:
                 p.grad = None
@@ -128,7 +128,7 @@ class Learner:
     def _note(self, loss: Tensor, right: Tensor, batch: Batch) -> None:
         found = torch.stack([loss.double(), right.double(), torch.full_like(right, len(batch.labels)).double()])
         found /= batch.copies
-        ranks.sum_(found)
+        distributed.sum_(found)
         self.sums += found
         self.bad.copy_(torch.where((self.bad < 0) & ~torch.isfinite(found[0]), self.count, self.bad))
         self.count += 1

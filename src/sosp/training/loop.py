@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from sosp import ranks
-from sosp.batches import first_rows
+from sosp.core import distributed
+from sosp.core.batches import first_rows
 from sosp.data.source import generator
 from sosp.errors import ArgumentError, DataError, TrainingError
 from sosp.training import state
@@ -107,12 +107,12 @@ class Job:
         if found is not None:
             self.place = found.place
             self.history = {n: [Epoch.read(e) for e in found.history[n]] for n in self.learners}
-        if ranks.ranks() > 1:
+        if distributed.ranks() > 1:
             for learner in self.learners.values():
-                ranks.same_everywhere(list(learner.tensors().values()))
+                distributed.same_everywhere(list(learner.tensors().values()))
             # Each rank drops out for itself.
             step = int(next(iter(self.learners.values())).count)
-            start = generator(next(iter(self.seeds.values())), step * ranks.ranks() + ranks.rank())
+            start = generator(next(iter(self.seeds.values())), step * distributed.ranks() + distributed.rank())
             draw_from(start.initial_seed(), self.device)
 
     # --- an epoch -------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class Job:
             learner.step(batch._replace(inputs=first_rows(batch.inputs, size), labels=batch.labels[:size], rows=size))
 
     def _stop_if_wanted(self) -> None:
-        if ranks.any_of(self.stop.wanted, self.device):
+        if distributed.any_of(self.stop.wanted, self.device):
             self._save()
             self.stop.go()
 
@@ -173,7 +173,7 @@ class Job:
         if not cpu and now - self.looked < GLANCE:
             return
         self.looked = now
-        if cpu or ranks.ranks() == 1:  # on GPUs the ranks look at different times
+        if cpu or distributed.ranks() == 1:  # on GPUs the ranks look at different times
             self._refuse_nonsense()
         if self.told.on_step is None or now - self.spoke < GLANCE:
             return
@@ -247,7 +247,7 @@ class Job:
     def _save(self) -> None:
         """Only what is worth going on from."""
         self.saved = time.monotonic()
-        if self.saving.folder is None or not ranks.is_main():
+        if self.saving.folder is None or not distributed.is_main():
             return
         if all(int(a.bad) < 0 and a.is_finite() for a in self.learners.values()):
             history = {n: [asdict(e) for e in epochs] for n, epochs in self.history.items()}

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sosp import ranks
-from sosp.batches import call, first_rows
+from sosp.core import distributed
+from sosp.core.batches import call, first_rows
 from sosp.errors import OutOfMemoryError
 
 SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "status_alloc_failed")
@@ -34,7 +34,7 @@ def explained(batch: int, attempt: Callable[[int], Any]) -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)  # they hold what the batch has filled the memory with
     else:
         return
-    if ranks.ranks() > 1:  # the others did not fail, and would have to try along
+    if distributed.ranks() > 1:  # the others did not fail, and would have to try along
         advice = "try a smaller one"
     else:
         fits = largest(batch, attempt)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sosp import ranks
+from sosp.core import distributed
 from sosp.errors import TrainingError
 from sosp.training.speed import wide
 
@@ -46,7 +46,7 @@ class OverAllRanks(TorchFunctionMode):
 
 def over_all_ranks(split: bool) -> AbstractContextManager[Any]:
     """Batch norms over all ranks, where there are several and a batch was ``split`` among them."""
-    return OverAllRanks() if split and ranks.ranks() > 1 else nullcontext()
+    return OverAllRanks() if split and distributed.ranks() > 1 else nullcontext()
 
 
 @contextmanager

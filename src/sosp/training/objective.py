@@ -8,8 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from sosp.core.losses import IGNORED, classes_second, logits_of
 from sosp.errors import ArgumentError, DataError
-from sosp.losses import IGNORED, classes_second, logits_of
 from sosp.training.schedule import Schedule
 from sosp.training.speed import wide
 

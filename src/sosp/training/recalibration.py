@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp import ranks
+from sosp.core import distributed
+from sosp.core.borrow import home, same_random_numbers
 from sosp.data.source import generator
 from sosp.errors import DataError, whole_number
-from sosp.preserve import home, same_random_numbers
 from sosp.training.dice import apart
 from sosp.training.feed import Batch, dealt, in_order
 from sosp.training.memory import outputs_of
@@ -81,4 +81,4 @@ def _even(total: int, batch: int) -> int:
     size = -(-total // -(-total // batch))
     while total % size == 1 and size < total:
         size += 1
-    return max(size, ranks.ranks())
+    return max(size, distributed.ranks())

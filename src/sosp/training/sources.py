@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from sosp.batches import leading
+from sosp.core.batches import leading
+from sosp.core.losses import IGNORED
 from sosp.data import Dataset
 from sosp.data.source import Batching, as_slice, chosen, generator, limited
 from sosp.errors import DataError
-from sosp.losses import IGNORED
 
 
 def moved(x: Any, device: torch.device) -> Any:

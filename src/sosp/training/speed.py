@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sosp import ranks
+from sosp.core import distributed
 from sosp.errors import ArgumentError, one_of
 
 PRECISIONS = ("auto", "float32", "bf16")
@@ -37,12 +37,12 @@ class Speed:
         cuda = device.type == "cuda"
         if self.graph and not cuda:
             raise ArgumentError(f"graph=True needs a CUDA device, not {device}.")
-        if self.graph and ranks.ranks() > 1:
+        if self.graph and distributed.ranks() > 1:
             raise ArgumentError("graph=True is for a single process: several talk to each other within a step.")
         precision = ("bf16" if cuda else "float32") if self.precision == "auto" else self.precision
         layout = cuda if self.channels_last is None else self.channels_last
-        graph = cuda and ranks.ranks() == 1 if self.graph is None else self.graph
-        room = cuda and ranks.ranks() == 1 and not self.compile if self.room is None else self.room
+        graph = cuda and distributed.ranks() == 1 if self.graph is None else self.graph
+        room = cuda and distributed.ranks() == 1 and not self.compile if self.room is None else self.room
         return Speed(precision, layout, graph, self.compile, room)
 
     @contextmanager

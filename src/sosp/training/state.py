@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sosp import ranks
-from sosp.archive import read, write
+from sosp.core import distributed
+from sosp.core.files import read, write
 from sosp.errors import CheckpointError
 from sosp.training.learner import Learner
 from sosp.training.schedule import Schedule, difference
@@ -185,10 +185,10 @@ def _set_aside(path: Path) -> str:
 
 def from_main(act: Callable[[], Any]) -> Any:
     """What ``act`` gives or raises on the first rank, for all of them."""
-    if ranks.ranks() == 1:
+    if distributed.ranks() == 1:
         return act()
     found: list[Any] = [None, None]
-    if ranks.is_main():
+    if distributed.is_main():
         try:
             found[0] = act()
         except Exception as error:

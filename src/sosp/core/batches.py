@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from sosp.core.borrow import same_random_numbers
 from sosp.errors import ArgumentError, DataError, is_whole
-from sosp.preserve import same_random_numbers
 
 PAIR = 256  # examples per batch when the data is one pair of tensors
 

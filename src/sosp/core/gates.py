@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sosp.records import Layer
-from sosp.scatter import Scatter
+from sosp.core.records import Layer
+from sosp.core.scatter import Scatter
 
 Apply = Callable[[int, Any], Any]  # (index of the layer, its output) -> the gated output
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sosp.batches import Chunk
+from sosp.core.batches import Chunk
 from sosp.errors import DataError, LossError, OutputError, one_of
 
 LossLike = str | Callable[[Any, Any], Tensor]
