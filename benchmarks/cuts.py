@@ -90,7 +90,7 @@ def ours(network: Network) -> None:
 def _trace(sosp: Any) -> Any:
     if hasattr(sosp, "trace"):
         return sosp.trace
-    from sosp.flow import trace
+    from sosp.graph import trace
 
     return trace
 

@@ -34,7 +34,7 @@ from sosp.core import files as file
 from sosp.core.records import Layer
 from sosp.core.scatter import Nothing, Scatter
 from sosp.errors import CheckpointError
-from sosp.recipe import Placing, Recipe, apply
+from sosp.graph.recipe import Placing, Recipe, apply
 
 # --- round trips
 

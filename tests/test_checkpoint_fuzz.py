@@ -23,7 +23,7 @@ from sosp.checkpoint.saved import DTYPES
 from sosp.core import files as file
 from sosp.core.records import Layer
 from sosp.errors import CheckpointError
-from sosp.recipe import Placing, Recipe, apply
+from sosp.graph.recipe import Placing, Recipe, apply
 
 Target = tuple[Path, nn.Module, nn.Module, Any]  # the file, the original network, the saved one, all of the original
 SEEDS = st.integers(0, 2**32)

@@ -21,7 +21,7 @@ from checkpoints import check_same, document_of, everything, leftovers, network,
 from sosp.checkpoint import inspect, load, save
 from sosp.core import files as file
 from sosp.errors import ArgumentError, CheckpointError
-from sosp.recipe import Recipe
+from sosp.graph.recipe import Recipe
 
 Files = tuple[Path, nn.Module, nn.Module]  # a file, the original network, the saved one
 

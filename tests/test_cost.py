@@ -14,8 +14,8 @@ from cases import case, names
 from oracles import counts
 from shrinking import case as case_to_shrink
 from shrinking.compare import mask_of, some_channels
-from sosp.cost import whole_cost
 from sosp.errors import ArgumentError, StructureError
+from sosp.graph.cost import whole_cost
 from sosp.surgery import shrink_along
 
 EVERY = pytest.mark.parametrize("name", names())

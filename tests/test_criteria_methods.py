@@ -13,7 +13,7 @@ from cases import Case, case, names
 from sosp.core.records import SCOPES
 from sosp.criteria.method import NEEDS, Method, refuse_unsuited
 from sosp.errors import ArgumentError, DataError, LossError, StructureError
-from sosp.structures import KINDS
+from sosp.graph.structures import KINDS
 
 RANKS_NOTHING = {"training", "rotation"}  # needs of methods whose result comes another way
 

@@ -16,7 +16,7 @@ from cases import case
 from sosp.errors import ArgumentError, SospError
 from test_preserve import check_unchanged
 
-MODULE: Any = sys.modules["sosp.latency"]  # the package's name is that of the function
+MODULE: Any = sys.modules["sosp.graph.latency"]  # the package's name is that of the function
 
 
 class Noted(nn.Module):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import sosp
 from sosp import surgery, verify
 from sosp.errors import StructureError, SurgeryError
-from sosp.flow.paths import PathWarning, listed
+from sosp.graph.control_flow import PathWarning, listed
 
-PATHS = pytest.mark.filterwarnings("ignore::sosp.flow.paths.PathWarning")
+PATHS = pytest.mark.filterwarnings("ignore::sosp.graph.control_flow.PathWarning")
 
 
 def made(build: Callable[[], nn.Module]) -> nn.Module:

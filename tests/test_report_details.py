@@ -13,7 +13,7 @@ import sosp
 from sosp.checkpoint.saliency import keep_saliency
 from sosp.config import Pruning, build
 from sosp.core.records import INPUT, OUTPUT
-from sosp.flow.layout import Style
+from sosp.graph.layout import Style
 from sosp.pipeline import prepare
 from sosp.pipeline.details import details, losses, narrow_places, predicted, removal_order, streams, widths
 from sosp.prune import Pruned, cut

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import sosp
 from cases import case, names
 from sosp.errors import StructureError
-from sosp.flow import probe
+from sosp.graph import probe
 from test_preserve import check_unchanged
 
 Streams = list[tuple[int, list[str], list[str], int]]  # width, producers, consumers, pinned
@@ -277,7 +277,7 @@ def reason(flow: sosp.Flow, layer: str = "conv1") -> tuple[str, str, str]:
     return pin.op, pin.where, pin.why
 
 
-PATHS = pytest.mark.filterwarnings("ignore::sosp.flow.paths.PathWarning")
+PATHS = pytest.mark.filterwarnings("ignore::sosp.graph.control_flow.PathWarning")
 
 
 @PATHS

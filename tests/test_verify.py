@@ -14,7 +14,7 @@ import sosp
 import sosp.surgery
 from cases import case
 from sosp.errors import SurgeryError
-from sosp.recipe import Placing, Recipe
+from sosp.graph.recipe import Placing, Recipe
 from test_preserve import check_unchanged
 
 Change = Callable[[Recipe], Recipe]

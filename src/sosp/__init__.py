@@ -15,18 +15,18 @@ from sosp.bottlenecks import Bottlenecks, bottlenecks
 from sosp.checkpoint import load, save
 from sosp.comparison import compare
 from sosp.core.records import Layer, Saliency, Structures
-from sosp.cost import Cost, count
 from sosp.criteria import METHODS, score
 from sosp.eigendamage import Eigendamaged, eigendamage
 from sosp.expansion import expand
-from sosp.flow import Flow, trace
-from sosp.latency import Latency, latency
-from sosp.mask import Mask, masked
+from sosp.graph import Flow, trace
+from sosp.graph.cost import Cost, count
+from sosp.graph.latency import Latency, latency
+from sosp.graph.mask import Mask, masked
+from sosp.graph.structures import downsampling, find_structures
 from sosp.passes import SlowPathWarning
 from sosp.prune import Pruned, prune
 from sosp.repair import Repaired, repair
 from sosp.selection import select
-from sosp.structures import downsampling, find_structures
 from sosp.surgery import shrink
 from sosp.training import SCHEDULES, Accuracy, Schedule, Speed, Trained, evaluate, recalibrate, train
 from sosp.widening import widen

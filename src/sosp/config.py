@@ -16,7 +16,8 @@ from sosp.criteria import METHODS
 from sosp.errors import ArgumentError, nearest
 from sosp.expansion import Plan as Expansion
 from sosp.expansion.plan import WHEN
-from sosp.flow.layout import JOINS, Style
+from sosp.graph.layout import JOINS, Style
+from sosp.graph.structures import GATES
 from sosp.nets import Width
 from sosp.options import (
     FLAG,
@@ -34,7 +35,6 @@ from sosp.options import (
     option,
 )
 from sosp.selection import SCALES, budget_of
-from sosp.structures import GATES
 from sosp.training import SCHEDULES, Schedule, Speed
 from sosp.training.schedule import SHAPES
 from sosp.training.speed import PRECISIONS

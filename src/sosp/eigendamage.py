@@ -28,14 +28,14 @@ from sosp.core.borrow import borrowed
 from sosp.core.losses import LossLike
 from sosp.core.losses import check as check_loss
 from sosp.core.records import Structures
-from sosp.cost import Cost, count, whole_cost
 from sosp.criteria.eigendamage import Removed, Rotated, choose, rotate
 from sosp.errors import CheckpointError, DataError, StructureError, SurgeryError, one_of
+from sosp.graph.cost import Cost, count, whole_cost
+from sosp.graph.recipe import exchange
+from sosp.graph.structures import Exclude, find_structures
 from sosp.greedy import check_share
 from sosp.kfac import FISHERS, kronecker, unknown
 from sosp.passes import Problem
-from sosp.recipe import exchange
-from sosp.structures import Exclude, find_structures
 from sosp.verify import difference
 
 REPLACE = ("smaller", "all")

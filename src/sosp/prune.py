@@ -16,16 +16,16 @@ from sosp.core.batches import peek
 from sosp.core.borrow import check_network
 from sosp.core.losses import LossLike
 from sosp.core.records import Saliency
-from sosp.cost import Cost, whole_cost
 from sosp.criteria import score
 from sosp.errors import ArgumentError, whole_number
-from sosp.flow import Flow, trace
-from sosp.flow.layout import Style
-from sosp.mask import Mask
+from sosp.graph import Flow, trace
+from sosp.graph.cost import Cost, whole_cost
+from sosp.graph.layout import Style
+from sosp.graph.mask import Mask
+from sosp.graph.structures import Exclude, excluded_names, find_structures
 from sosp.repair import Absent, Repaired
 from sosp.repair import repair as repair_network
 from sosp.selection import select
-from sosp.structures import Exclude, excluded_names, find_structures
 from sosp.surgery import shrink_along
 
 

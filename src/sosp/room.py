@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from sosp.core.borrow import same_random_numbers
 from sosp.core.layers import is_norm, layer_type
-from sosp.flow import Flow, trace
-from sosp.flow.graph import Cut, Ids
-from sosp.recipe import Recipe, apply
+from sosp.graph import Flow, trace
+from sosp.graph.channels import Cut, Ids
+from sosp.graph.recipe import Recipe, apply
 from sosp.verify import check_same
 
 MULTIPLE = 8  # of channels: 16 bytes of bfloat16

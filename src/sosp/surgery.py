@@ -8,14 +8,14 @@ from typing import Any
 from torch import nn
 
 from sosp.checkpoint.shapes import shapes
-from sosp.cost import Cost, cost_of
 from sosp.errors import StructureError, SurgeryError
-from sosp.flow import Flow, follow
-from sosp.flow.layout import Style
-from sosp.flow.paths import listed
-from sosp.flow.plan import plan, set_zero
-from sosp.mask import Mask, check_mask, masked
-from sosp.recipe import Recipe, apply
+from sosp.graph import Flow, follow
+from sosp.graph.control_flow import listed
+from sosp.graph.cost import Cost, cost_of
+from sosp.graph.layout import Style
+from sosp.graph.mask import Mask, check_mask, masked
+from sosp.graph.plan import plan, set_zero
+from sosp.graph.recipe import Recipe, apply
 from sosp.verify import REPORT, ROWS, check_same
 
 MOST = 64  # rows that are compared where the code looks at values

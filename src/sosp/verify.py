@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 
 from sosp.core.batches import call, copies, rows_from
 from sosp.errors import StructureError, SurgeryError
-from sosp.flow.ops import DROPOUTS, name_of
-from sosp.flow.twin import few, quiet, rows, tensors_of
+from sosp.graph.meta import few, quiet, rows, tensors_of
+from sosp.graph.ops import DROPOUTS, name_of
 
 # Rounding differs when sums have fewer terms; beyond this it is looked at again in double precision.
 SUSPECT = {torch.float64: 1e-11, torch.float32: 1e-5}

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from sosp.errors import ArgumentError, StructureError, SurgeryError, is_number, one_of
-from sosp.flow import Flow, trace
-from sosp.flow.graph import Dense, Ids
-from sosp.flow.layout import Layout, whole
-from sosp.flow.plan import try_out, write
-from sosp.flow.twin import few
-from sosp.recipe import Recipe
-from sosp.structures import excluded_names
+from sosp.graph import Flow, trace
+from sosp.graph.channels import Dense, Ids
+from sosp.graph.layout import Layout, whole
+from sosp.graph.meta import few
+from sosp.graph.plan import try_out, write
+from sosp.graph.recipe import Recipe
+from sosp.graph.structures import excluded_names
 from sosp.surgery import cooked
 from sosp.verify import check_same
 

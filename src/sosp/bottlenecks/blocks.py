@@ -10,7 +10,7 @@ import numpy as np
 
 from sosp.core.records import Structures
 from sosp.errors import ArgumentError, StructureError, nearest
-from sosp.flow import Flow
+from sosp.graph import Flow
 from sosp.widening import is_depthwise, ties
 
 Key = tuple[int, ...]  # of a stream: the classes of its channels

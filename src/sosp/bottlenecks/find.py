@@ -11,9 +11,9 @@ from sosp.bottlenecks.chance import holm, merged, tails
 from sosp.bottlenecks.record import FITTING, NARROW, WIDE, Bottlenecks, Part, Size
 from sosp.bottlenecks.removals import Given, Removals, removals_of
 from sosp.core.records import Saliency, Structures
-from sosp.cost import Cost, cost_of, whole_cost
 from sosp.errors import ArgumentError, SospError, is_number
-from sosp.flow import Flow
+from sosp.graph import Flow
+from sosp.graph.cost import Cost, cost_of, whole_cost
 from sosp.widening import widened
 
 CostOf = Callable[[Mapping[str, float]], Cost]  # layer -> factor: what the network with these widths costs

@@ -27,7 +27,7 @@ from sosp.checkpoint.saved import Saved, encode
 from sosp.checkpoint.shapes import check_shapes, shapes
 from sosp.core.files import about, as_path, line, read, write
 from sosp.errors import ArgumentError, CheckpointError
-from sosp.mask import Mask
+from sosp.graph.mask import Mask
 
 
 def save(path: str | Path, small: nn.Module, mask: Mask | None = None) -> None:

@@ -13,8 +13,8 @@ from sosp.checkpoint.saved import DTYPES, INDEX, LAYOUTS, Saved, Shape, Stored
 from sosp.core.records import Layer
 from sosp.core.schema import Check, fields, flag, many, maybe, named, number, one_of, parse, refuse, text, whole
 from sosp.errors import CheckpointError
-from sosp.mask import Mask
-from sosp.recipe import Placing, Recipe
+from sosp.graph.mask import Mask
+from sosp.graph.recipe import Placing, Recipe
 
 AXES = {str(axis): axis for axis in range(8)}  # JSON has strings for keys
 AXIS: Check[int] = partial(whole, low=-8, high=7)

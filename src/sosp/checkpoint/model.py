@@ -16,8 +16,8 @@ from sosp.core.borrow import refuse_uninitialised
 from sosp.core.gates import GateHook, InputHook
 from sosp.core.layers import layer_type
 from sosp.errors import ArgumentError, CheckpointError, nearest
-from sosp.mask import ZeroWeights
-from sosp.recipe import Recipe, apply
+from sosp.graph.mask import ZeroWeights
+from sosp.graph.recipe import Recipe, apply
 
 # Nobody makes a network that much wider; a buffer that is not in the file may not grow by what the file says.
 GROWTH = 64

@@ -14,8 +14,8 @@ from sosp.core.files import about, as_path, read, write
 from sosp.core.records import OBJECTIVES, SCOPES, Saliency, Structures
 from sosp.core.schema import fields, many, one_of, parse, text, whole
 from sosp.errors import CheckpointError
+from sosp.graph.mask import Mask
 from sosp.greedy import ranks_of
-from sosp.mask import Mask
 
 DOCUMENT = fields(
     holds=one_of(["saliency"]),

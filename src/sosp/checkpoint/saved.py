@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sosp.errors import CheckpointError
-from sosp.mask import Mask
-from sosp.recipe import Placing, Recipe
+from sosp.graph.mask import Mask
+from sosp.graph.recipe import Placing, Recipe
 
 Shape = tuple[int, ...]
 

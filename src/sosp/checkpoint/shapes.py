@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from sosp.checkpoint.saved import Saved, Shape
 from sosp.errors import CheckpointError
-from sosp.recipe import Recipe
+from sosp.graph.recipe import Recipe
 
 
 def shapes(model: nn.Module) -> dict[str, Shape]:

@@ -16,8 +16,8 @@ from sosp.cli.targets import mask_in, sections_for
 from sosp.cli.words import columns, cost_table, share
 from sosp.cli.work import Target, warn_if_fresh
 from sosp.config import Model, as_flag, build
-from sosp.cost import CONVENTIONS
 from sosp.errors import whole_number
+from sosp.graph.cost import CONVENTIONS
 from sosp.pipeline import prepare
 
 

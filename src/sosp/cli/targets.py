@@ -9,7 +9,7 @@ from typing import Any
 from sosp.checkpoint import inspect
 from sosp.cli.flags import Sections
 from sosp.errors import ArgumentError, RunError, nearest
-from sosp.mask import Mask
+from sosp.graph.mask import Mask
 from sosp.models import parse
 from sosp.runs import FILES, Record, is_run, network_of, read_record
 

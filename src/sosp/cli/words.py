@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from sosp.comparison import states
-from sosp.cost import Cost
+from sosp.graph.cost import Cost
 from sosp.report.headline import networks
 
 Facts = Mapping[str, Any]

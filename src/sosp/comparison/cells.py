@@ -11,7 +11,7 @@ from pathlib import Path
 from sosp.core import distributed
 from sosp.criteria import METHODS
 from sosp.errors import ArgumentError, one_of, whole_number
-from sosp.structures import Exclude
+from sosp.graph.structures import Exclude
 
 
 @dataclass(frozen=True)

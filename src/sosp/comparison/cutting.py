@@ -10,11 +10,11 @@ from torch import nn
 
 from sosp.comparison.work import Work
 from sosp.core.records import Saliency
-from sosp.cost import Cost, alternative, count
 from sosp.criteria import METHODS
 from sosp.eigendamage import eigendamage
-from sosp.flow.layout import Style
-from sosp.mask import Mask
+from sosp.graph.cost import Cost, alternative, count
+from sosp.graph.layout import Style
+from sosp.graph.mask import Mask
 from sosp.selection import select
 from sosp.surgery import shrink_along
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from sosp.core.batches import call
-from sosp.flow.twin import tensors_of
-from sosp.recipe import exchange
+from sosp.graph.meta import tensors_of
+from sosp.graph.recipe import exchange
 
 CLOSE = 1e-3  # of the largest output, in single precision; a wrong fold is off by much more
 

@@ -15,7 +15,7 @@ from sosp.core.records import Saliency, Structures
 from sosp.criteria import METHODS, check_structures, score
 from sosp.data import Dataset
 from sosp.eigendamage import check_layers
-from sosp.structures import find_structures
+from sosp.graph.structures import find_structures
 
 BATCH = 250  # of the data that is scored with; passes cut it to what fits
 

@@ -40,7 +40,7 @@ class Structures:
     ids: tuple[Tensor, ...]  # per layer (channels,): the structure of each channel, -1 for none
     wiring: Mapping[str, tuple[str, ...]]  # layer -> nearest layers upstream, with INPUT and OUTPUT at the ends
     footprint: int = 0  # bytes of activations per example, for choosing how many run at once
-    flow: Any = None  # how the channels flow (sosp.flow.Flow), for exact counts; None where that is not known
+    flow: Any = None  # how the channels flow (sosp.graph.Flow), for exact counts; None where that is not known
     count: int = field(init=False)
     plain: bool = field(init=False)  # one structure per channel, numbered in order
 

@@ -21,8 +21,8 @@ from sosp.criteria.answers import Labels, answered
 from sosp.criteria.method import Method, Values, refuse_unsuited
 from sosp.criteria.options import Options
 from sosp.errors import ArgumentError, DataError, LossError, one_of
+from sosp.graph.structures import find_structures
 from sosp.passes import Problem, Terms
-from sosp.structures import find_structures
 
 SOSP = (
     "Nonnenmacher et al., SOSP: Efficiently Capturing Global Correlations by Second-Order Structured Pruning, ICLR 2022"

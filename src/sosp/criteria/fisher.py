@@ -13,10 +13,10 @@ from torch import Tensor
 from sosp.core.batches import check_device
 from sosp.core.borrow import home
 from sosp.core.records import Structures
-from sosp.cost import cost_of, whole_cost
 from sosp.criteria.filters import summed
 from sosp.criteria.method import Values
 from sosp.criteria.options import Options
+from sosp.graph.cost import cost_of, whole_cost
 from sosp.passes import Problem
 from sosp.statistics import areas, squared_gradients
 

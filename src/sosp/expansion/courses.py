@@ -16,14 +16,14 @@ from sosp.comparison.work import Work, prepared
 from sosp.core import distributed
 from sosp.core.borrow import home
 from sosp.core.records import Saliency
-from sosp.cost import Cost, count
 from sosp.data import Dataset
 from sosp.errors import ArgumentError, DisconnectedError
 from sosp.expansion.keeping import claim
 from sosp.expansion.plan import Course, Plan, Setup
 from sosp.expansion.points import Point, Points
 from sosp.expansion.start import settled
-from sosp.mask import Mask
+from sosp.graph.cost import Cost, count
+from sosp.graph.mask import Mask
 from sosp.prune import cut
 from sosp.selection import select
 from sosp.surgery import shrink

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from sosp.core.layers import layer_type, width_of
-from sosp.cost import Cost, cost_of, count
 from sosp.errors import ArgumentError, is_number
-from sosp.flow import trace
-from sosp.flow.layout import Layout
+from sosp.graph import trace
+from sosp.graph.cost import Cost, cost_of, count
+from sosp.graph.layout import Layout
+from sosp.graph.wiring import trace as wiring
 from sosp.nets import Width
 from sosp.training.sources import moved
 from sosp.widening import widen_along, widened
-from sosp.wiring import trace as wiring
 
 Factors = Mapping[str, float]  # layer -> factor; layers that are not named keep their width
 Make = Callable[[Width], nn.Module]

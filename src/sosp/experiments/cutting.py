@@ -16,7 +16,6 @@ from sosp.checkpoint import load, save
 from sosp.comparison import Plan
 from sosp.comparison.work import BATCH, Work, prepared
 from sosp.core.records import Saliency
-from sosp.cost import alternative
 from sosp.criteria import METHODS, check_structures
 from sosp.eigendamage import Basis, basis, rebuild
 from sosp.errors import ArgumentError, SospError
@@ -24,12 +23,13 @@ from sosp.experiments import together
 from sosp.experiments.bench import Bench
 from sosp.experiments.cells import Pruned, Trained
 from sosp.experiments.networks import begun_with, opened
-from sosp.flow import Flow
+from sosp.graph import Flow
+from sosp.graph.cost import alternative
+from sosp.graph.mask import Mask, masked
+from sosp.graph.structures import downsampling, find_structures
 from sosp.learned import amc
-from sosp.mask import Mask, masked
 from sosp.runs import read_json, write_json
 from sosp.selection import select
-from sosp.structures import downsampling, find_structures
 from sosp.surgery import shrink_along
 from sosp.training import evaluate, recalibrate
 

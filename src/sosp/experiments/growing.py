@@ -11,8 +11,8 @@ from sosp import nets
 from sosp.expansion import Growth, Plan, Setup, chosen, growth_of
 from sosp.experiments.bench import Bench
 from sosp.experiments.cells import Grown, Trained
+from sosp.graph.structures import downsampling
 from sosp.runs import read_json, write_json
-from sosp.structures import downsampling
 
 
 def fresh(bench: Bench, start: Trained) -> nn.Module:

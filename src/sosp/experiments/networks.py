@@ -10,13 +10,13 @@ from torch import nn
 
 from sosp import models
 from sosp.checkpoint import save
-from sosp.cost import count
 from sosp.experiments import growing, together
 from sosp.experiments.bench import Bench
 from sosp.experiments.cells import Cell, Trained, document
 from sosp.experiments.definition import starts_of
 from sosp.experiments.records import NETWORKS, Record, find, write
 from sosp.experiments.together import Group, Training
+from sosp.graph.cost import count
 from sosp.models import digest
 from sosp.pipeline import Watcher
 from sosp.training import Epoch, evaluate

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core.records import Structures
-from sosp.cost import count
 from sosp.criteria import score
 from sosp.experiments.bench import Bench, made
 from sosp.experiments.cells import Timed, document
 from sosp.experiments.records import Record
+from sosp.graph.cost import count
+from sosp.graph.structures import downsampling, find_structures
 from sosp.selection import select
-from sosp.structures import downsampling, find_structures
 from sosp.training import recalibrate
 
 # What a dataset's images look like, for when it is not there: channels, edge, classes.

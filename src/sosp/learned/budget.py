@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sosp.core.records import Structures
-from sosp.cost import cost_of, whole_cost
 from sosp.errors import ArgumentError
+from sosp.graph.cost import cost_of, whole_cost
 from sosp.learned.given import number
 
 

@@ -20,12 +20,12 @@ from sosp.core.gates import along, install
 from sosp.core.losses import logits_of
 from sosp.core.records import Saliency, Structures
 from sosp.errors import whole_number
+from sosp.graph.mask import Mask
 from sosp.learned.fista import Fista
 from sosp.learned.folding import fold, refuse_unfoldable
 from sosp.learned.given import example_of, examples_in, number, schedule_for, structures_of
 from sosp.learned.perceptron import perceptron
 from sosp.learned.result import Learned
-from sosp.mask import Mask
 from sosp.training import Companion, Schedule, train
 from sosp.training.loop import OnEpoch
 

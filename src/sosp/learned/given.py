@@ -17,7 +17,7 @@ from sosp.criteria import METHODS, check_structures
 from sosp.criteria.method import refuse_unsuited
 from sosp.data.source import generator
 from sosp.errors import ArgumentError, DataError
-from sosp.structures import find_structures
+from sosp.graph.structures import find_structures
 from sosp.training.dice import apart
 from sosp.training.feed import Feed
 from sosp.training.schedule import Schedule, schedule_of

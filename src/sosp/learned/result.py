@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core.records import Saliency, Structures
-from sosp.mask import Mask
+from sosp.graph.mask import Mask
 from sosp.training import Epoch
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from sosp.core.gates import GateHook, along, hook_output
 from sosp.core.records import Saliency, Structures
 from sosp.errors import whole_number
+from sosp.graph.mask import Mask
 from sosp.learned.given import example_of, examples_in, number, schedule_for, structures_of
 from sosp.learned.result import Learned, largest
-from sosp.mask import Mask
 from sosp.training import Companion, Schedule, train
 from sosp.training.loop import OnEpoch
 

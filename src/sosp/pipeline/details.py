@@ -17,9 +17,9 @@ from sosp.config import Pruning
 from sosp.core.records import INPUT, Saliency, Structures
 from sosp.data import Source
 from sosp.errors import ArgumentError
-from sosp.flow.layout import Style
+from sosp.graph.layout import Style
+from sosp.graph.mask import Mask, masked
 from sosp.greedy import ranks_of
-from sosp.mask import Mask, masked
 from sosp.models import parse
 from sosp.pipeline.expanding import growth_for
 from sosp.pipeline.job import Job

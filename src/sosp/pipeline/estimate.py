@@ -12,7 +12,7 @@ from torch import nn
 from sosp.config import Pruning
 from sosp.core.batches import call
 from sosp.core.losses import logits_of
-from sosp.cost import count
+from sosp.graph.cost import count
 from sosp.pipeline.comparing import plan_of
 from sosp.pipeline.expanding import plan_for
 from sosp.pipeline.job import Job, structures_for

@@ -22,11 +22,11 @@ from sosp.criteria import METHODS, check_structures
 from sosp.data import Dataset
 from sosp.data import load as load_data
 from sosp.errors import ArgumentError, CheckpointError, DataError, DisconnectedError
+from sosp.graph.mask import Mask
+from sosp.graph.structures import downsampling, excluded_names, find_structures
 from sosp.learned.slimming import scales_of
-from sosp.mask import Mask
 from sosp.runs import is_run, network_of
 from sosp.selection import select
-from sosp.structures import downsampling, excluded_names, find_structures
 from sosp.training.sources import moved
 
 ROWS = 8  # of the example

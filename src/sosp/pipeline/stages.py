@@ -15,14 +15,14 @@ from sosp.checkpoint.saliency import keep_saliency
 from sosp.config import Pruning, Training
 from sosp.core import distributed
 from sosp.core.records import Saliency
-from sosp.cost import Cost, count
 from sosp.criteria import score
 from sosp.data import Source
 from sosp.expansion import settled
-from sosp.flow.layout import Style
-from sosp.latency import latency
+from sosp.graph.cost import Cost, count
+from sosp.graph.latency import latency
+from sosp.graph.layout import Style
+from sosp.graph.mask import Mask
 from sosp.learned import Slimming
-from sosp.mask import Mask
 from sosp.pipeline.comparing import run_comparison
 from sosp.pipeline.details import details, narrow_places
 from sosp.pipeline.expanding import run_expansion

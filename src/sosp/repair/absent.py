@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from sosp.core.records import Structures
-from sosp.flow import Flow
-from sosp.flow.plan import stay
-from sosp.mask import Mask
+from sosp.graph import Flow
+from sosp.graph.mask import Mask
+from sosp.graph.plan import stay
 
 
 class Absent:

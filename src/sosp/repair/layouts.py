@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sosp.core.layers import layer_type
-from sosp.flow.ops import CONVOLUTIONS, TRANSPOSED, arguments
+from sosp.graph.ops import CONVOLUTIONS, TRANSPOSED, arguments
 
 Sizes = tuple[int, ...]
 

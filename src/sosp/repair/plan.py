@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sosp.core.batches import Chunk
 from sosp.core.losses import logits_of
 from sosp.errors import SospError, StructureError
-from sosp.recipe import Recipe
+from sosp.graph.recipe import Recipe
 from sosp.repair.activations import EVERYTHING, Act
 from sosp.repair.collect import Feed, Task
 from sosp.repair.inputs import Part

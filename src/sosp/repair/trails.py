@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from sosp.core.layers import channel_axis, layer_type
 from sosp.core.scatter import Scatter
-from sosp.flow.labels import SAME
-from sosp.flow.ops import DROPOUTS, name_of
+from sosp.graph.labels import SAME
+from sosp.graph.ops import DROPOUTS, name_of
 from sosp.repair.activations import ACTIVATIONS, CLIPS, EVERYTHING, Act, Range, activation, unchanged
 from sosp.repair.layouts import Use
 from sosp.repair.spans import Held, Span, versions

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sosp.core.layers import is_norm, layer_type
-from sosp.flow.dense import DENSE
-from sosp.flow.ops import name_of
+from sosp.graph.ops import name_of
+from sosp.graph.weighted_ops import DENSE
 from sosp.repair.layouts import Use, use_of
 
 SUMS = frozenset({"add", "__add__", "__iadd__", "__radd__"})

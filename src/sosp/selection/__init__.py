@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from sosp.core.records import INPUT, OUTPUT, SCOPES, Saliency, Structures
-from sosp.cost import cost_of, whole_cost
 from sosp.errors import ArgumentError, DisconnectedError, is_number, one_of
-from sosp.flow.layout import Layout, Style
+from sosp.graph.cost import cost_of, whole_cost
+from sosp.graph.layout import Layout, Style
+from sosp.graph.mask import Mask
 from sosp.greedy import Room, check_share, greedy
-from sosp.mask import Mask
 from sosp.quadratic import choose
 from sosp.quotas import Quotas, quotas_of, refuse_above_cap
 from sosp.selection.caps import in_order, read_by, room_for

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from sosp.core.batches import call
 from sosp.core.scatter import Nothing, Scatter
-from sosp.flow.graph import Record
-from sosp.flow.labels import OPAQUE, RESHAPES, Labels, compact, reshaped, settle
-from sosp.flow.ops import COMPOSITE, DECOMPOSED, name_of, numbers, run, unchecked
+from sosp.graph.channels import Record
+from sosp.graph.labels import OPAQUE, RESHAPES, Labels, compact, reshaped, settle
+from sosp.graph.ops import COMPOSITE, DECOMPOSED, name_of, numbers, run, unchecked
 
 
 class AnotherWayError(RuntimeError):

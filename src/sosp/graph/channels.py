@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sosp.flow.labels import OPAQUE, ZERO, Labels
+from sosp.graph.labels import OPAQUE, ZERO, Labels
 
 Ids = np.ndarray  # of int64
 

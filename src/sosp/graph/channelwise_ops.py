@@ -8,10 +8,10 @@ from itertools import product
 import numpy as np
 import torch
 
-from sosp.flow.book import Book
-from sosp.flow.graph import Combine, Ids, Slices
-from sosp.flow.labels import Labels, vector
-from sosp.flow.probe import Call, Sliced, sliced
+from sosp.graph.channels import Combine, Ids, Slices
+from sosp.graph.labels import Labels, vector
+from sosp.graph.probe import Call, Sliced, sliced
+from sosp.graph.tensors import Book
 
 Pairs = tuple[tuple[int, int], ...]  # (operand, its axis)
 MOST = 27  # combinations of axes that are tried

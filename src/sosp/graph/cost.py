@@ -12,13 +12,13 @@ import numpy as np
 from torch import nn
 
 from sosp.errors import StructureError, one_of
-from sosp.flow import Flow, follow
-from sosp.flow.graph import ZERO, Cut, Dense
-from sosp.flow.layout import Layout, whole
-from sosp.flow.ops import RECURRENT
-from sosp.flow.plan import plan
-from sosp.flow.twin import rows
-from sosp.mask import Mask, check_mask
+from sosp.graph import Flow, follow
+from sosp.graph.channels import ZERO, Cut, Dense
+from sosp.graph.layout import Layout, whole
+from sosp.graph.mask import Mask, check_mask
+from sosp.graph.meta import rows
+from sosp.graph.ops import RECURRENT
+from sosp.graph.plan import plan
 
 CONVENTIONS = ("exact", "alternative")
 MATRICES = re.compile(r"weight_(ih|hh|hr)(_l\d+)?(_reverse)?")

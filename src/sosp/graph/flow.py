@@ -18,13 +18,13 @@ from sosp.core.batches import call
 from sosp.core.borrow import check_network, refuse_uninitialised
 from sosp.core.layers import is_norm
 from sosp.errors import StructureError
-from sosp.flow.graph import OPAQUE, ZERO, Cut, Graph, Ids, Pin, components
-from sosp.flow.layout import Layout, Style, solve
-from sosp.flow.ops import returned_at
-from sosp.flow.paths import PathWarning, pin_other_ways, unseen, users_level, warning
-from sosp.flow.plan import plan
-from sosp.flow.tracer import Tracer
-from sosp.flow.twin import few, meta_copy, on_device, quiet, refuse_kept, tensors_of
+from sosp.graph.channels import OPAQUE, ZERO, Cut, Graph, Ids, Pin, components
+from sosp.graph.control_flow import PathWarning, pin_other_ways, unseen, users_level, warning
+from sosp.graph.layout import Layout, Style, solve
+from sosp.graph.meta import few, meta_copy, on_device, quiet, refuse_kept, tensors_of
+from sosp.graph.ops import returned_at
+from sosp.graph.plan import plan
+from sosp.graph.tracer import Tracer
 
 MODES = ("eval", "train")
 REAL = 8  # rows that are run with real numbers, as many as show which layers there are

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from sosp.core.layers import is_norm, layer_type
-from sosp.flow.graph import Decision, Graph, Ids, Pin
-from sosp.flow.ops import OURS
+from sosp.graph.channels import Decision, Graph, Ids, Pin
+from sosp.graph.ops import OURS
 
 SHOWN = 3  # names in a message
 

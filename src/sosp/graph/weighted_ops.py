@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from sosp.flow.book import Book
-from sosp.flow.graph import OPAQUE, Combine, Dense, Ids, Slices
-from sosp.flow.labels import Labels, vector
-from sosp.flow.ops import CONVOLUTIONS, TRANSPOSED, arguments
-from sosp.flow.probe import Call
+from sosp.graph.channels import OPAQUE, Combine, Dense, Ids, Slices
+from sosp.graph.labels import Labels, vector
+from sosp.graph.ops import CONVOLUTIONS, TRANSPOSED, arguments
+from sosp.graph.probe import Call
+from sosp.graph.tensors import Book
 
 DENSE = CONVOLUTIONS | TRANSPOSED | {"linear", "addmm"}
 

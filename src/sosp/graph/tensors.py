@@ -9,9 +9,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from sosp.core.layers import layer_type
-from sosp.flow.graph import OPAQUE, Decision, Graph, Ids, Pin, Slices
-from sosp.flow.labels import Labels, vector
-from sosp.flow.ops import user_line
+from sosp.graph.channels import OPAQUE, Decision, Graph, Ids, Pin, Slices
+from sosp.graph.labels import Labels, vector
+from sosp.graph.ops import user_line
 
 # What a layer's weight is computed from, where it is not a parameter itself (weight norm, spectral norm).
 WEIGHTS = frozenset({"weight", "original0", "original1", "original", "weight_v", "weight_g", "weight_orig"})

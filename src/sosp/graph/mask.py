@@ -16,7 +16,7 @@ from sosp.core.gates import GateHook, along, hook_output, install
 from sosp.core.layers import width_of
 from sosp.core.records import Layer, Structures
 from sosp.errors import ArgumentError, StructureError, nearest
-from sosp.structures import find_structures
+from sosp.graph.structures import find_structures
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core.layers import is_norm, layer_type
-from sosp.flow.graph import Cut, Dense, Graph, Pin, Record
-from sosp.flow.labels import indices
-from sosp.flow.layout import Layout, Style
-from sosp.flow.numbers import Trial, computed
-from sosp.flow.ops import NUMBERS
-from sosp.flow.paths import exposed, other_ways
-from sosp.flow.rehearsal import Rehearsal, rehearse
-from sosp.flow.twin import few, meta_copy, on_device, quiet
-from sosp.recipe import Placing, Recipe, apply
+from sosp.graph.channels import Cut, Dense, Graph, Pin, Record
+from sosp.graph.control_flow import exposed, other_ways
+from sosp.graph.dry_run import Rehearsal, rehearse
+from sosp.graph.labels import indices
+from sosp.graph.layout import Layout, Style
+from sosp.graph.meta import few, meta_copy, on_device, quiet
+from sosp.graph.ops import NUMBERS
+from sosp.graph.recipe import Placing, Recipe, apply
+from sosp.graph.width_arithmetic import Trial, computed
 
 if TYPE_CHECKING:
-    from sosp.flow.flow import Flow
+    from sosp.graph.flow import Flow
 
 Removed = Mapping[str, np.ndarray]  # module -> (n,) which of its output channels are set to zero
 

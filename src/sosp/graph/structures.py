@@ -15,9 +15,9 @@ from sosp.core.borrow import check_network
 from sosp.core.layers import LAYERS, channel_axis, layer_type
 from sosp.core.records import Layer, Structures
 from sosp.errors import ArgumentError, StructureError, nearest, one_of
-from sosp.flow import Flow
-from sosp.flow import trace as trace_flow
-from sosp.wiring import Trace, trace
+from sosp.graph import Flow
+from sosp.graph import trace as trace_flow
+from sosp.graph.wiring import Trace, trace
 
 KINDS = ("filters", "blocks", "weights")
 GATES = ("features", "weights")

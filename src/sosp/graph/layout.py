@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sosp.errors import one_of, whole_number
-from sosp.flow.graph import Cut, Dense, Graph, Ids
+from sosp.graph.channels import Cut, Dense, Graph, Ids
 
 JOINS = ("scatter", "zeros")
 

@@ -14,13 +14,13 @@ import numpy as np
 from torch import nn
 
 from sosp.core.layers import layer_type
-from sosp.flow.graph import Graph, Ids, Pin, Record
-from sosp.flow.layout import Layout, whole
-from sosp.flow.rehearsal import Rehearsal
-from sosp.recipe import Recipe
+from sosp.graph.channels import Graph, Ids, Pin, Record
+from sosp.graph.dry_run import Rehearsal
+from sosp.graph.layout import Layout, whole
+from sosp.graph.recipe import Recipe
 
 if TYPE_CHECKING:
-    from sosp.flow.flow import Flow
+    from sosp.graph.flow import Flow
 
 WHY = "the code computes with how many there are"
 Width = tuple[str, str]  # module, attribute

@@ -15,12 +15,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from sosp.core.layers import channel_axis, is_norm, layer_type
 from sosp.core.scatter import Scatter
-from sosp.flow.book import Book
-from sosp.flow.dense import DENSE, dense, embedding
-from sosp.flow.elementwise import elementwise
-from sosp.flow.graph import OPAQUE, ZERO, Cut, Graph, Ids, Record
-from sosp.flow.labels import MOVES, RESHAPES, SAME, Labels, moved, settle, vector
-from sosp.flow.ops import (
+from sosp.graph.channels import OPAQUE, ZERO, Cut, Graph, Ids, Record
+from sosp.graph.channelwise_ops import elementwise
+from sosp.graph.labels import MOVES, RESHAPES, SAME, Labels, moved, settle, vector
+from sosp.graph.meta import rows, tensors_of
+from sosp.graph.ops import (
     COMPOSITE,
     COUNTING,
     DECOMPOSED,
@@ -38,8 +37,9 @@ from sosp.flow.ops import (
     unchecked,
     user_line,
 )
-from sosp.flow.probe import Call, copied
-from sosp.flow.twin import rows, tensors_of
+from sosp.graph.probe import Call, copied
+from sosp.graph.tensors import Book
+from sosp.graph.weighted_ops import DENSE, dense, embedding
 
 Found = tuple[list[Labels | None], bool]  # the labels of the outputs, and whether the op only moves elements
 
