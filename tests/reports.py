@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from sosp.checkpoint.saliency import SavedSaliency
 from sosp.config import build
 from sosp.report.facts import Course, Facts, Layer, Point, Width
 from sosp.runs import Record
+from sosp.selection.saved_saliency import SavedSaliency
 from sosp.training import Accuracy, Epoch
 
 

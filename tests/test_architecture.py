@@ -18,6 +18,7 @@ ALLOWED = {
     "errors": "",
     "core": "errors",
     "graph": "errors core",
+    "selection": "errors core graph",
     "nets": "errors",
     "data": "errors core",
     "factors": "errors core",
@@ -28,38 +29,34 @@ ALLOWED = {
     "kfac": "errors core factors passes",
     "statistics": "core jets passes gauss_newton",
     "criteria": "errors core graph passes curvature gauss_newton kfac statistics",
-    "greedy": "errors core",
-    "quadratic": "",
-    "quotas": "errors core greedy",
-    "selection": "errors core graph greedy quadratic quotas",
     "verify": "errors core graph",
     "room": "core graph verify",
     "training": "errors core data room",
-    "checkpoint": "errors core graph greedy",
+    "checkpoint": "errors core graph",
     "surgery": "errors graph verify checkpoint",
     "repair": "errors core graph checkpoint",
-    "eigendamage": "errors core graph passes kfac criteria greedy verify checkpoint",
+    "eigendamage": "errors core graph selection passes kfac criteria verify checkpoint",
     "widening": "errors graph verify surgery",
-    "bottlenecks": "errors core graph greedy checkpoint widening",
-    "prune": "errors core graph criteria selection checkpoint surgery repair",
+    "bottlenecks": "errors core graph selection widening",
+    "prune": "errors core graph selection criteria checkpoint surgery repair",
     "learned": "errors core graph data criteria training",
-    "comparison": "errors core graph data criteria selection training surgery repair eigendamage",
-    "expansion": "errors core graph nets data selection training checkpoint surgery widening bottlenecks prune "
+    "comparison": "errors core graph selection data criteria training surgery repair eigendamage",
+    "expansion": "errors core graph selection nets data training checkpoint surgery widening bottlenecks prune "
     "comparison",
     "models": "errors core nets checkpoint",
     "options": "errors",
-    "config": "errors core graph nets criteria selection training comparison expansion options",
+    "config": "errors core graph selection nets criteria training comparison expansion options",
     "runs": "errors config",
-    "pipeline": "errors core graph nets data criteria greedy selection training checkpoint repair bottlenecks "
-    "prune learned comparison expansion models config runs",
-    "report": "errors criteria training checkpoint comparison models config runs",
-    "experiments": "errors core graph nets data criteria selection training checkpoint surgery eigendamage learned "
+    "pipeline": "errors core graph selection nets data criteria training checkpoint repair bottlenecks prune "
+    "learned comparison expansion models config runs",
+    "report": "errors selection criteria training checkpoint comparison models config runs",
+    "experiments": "errors core graph selection nets data criteria training checkpoint surgery eigendamage learned "
     "comparison expansion models runs pipeline",
-    "sosp": "errors core graph nets data passes criteria selection training checkpoint surgery repair "
+    "sosp": "errors core graph selection nets data passes criteria training checkpoint surgery repair "
     "eigendamage widening bottlenecks prune learned comparison expansion experiments",
     "demo": "errors runs sosp",
-    "cli": "errors core graph training checkpoint comparison models options config runs pipeline report "
-    "experiments sosp demo",
+    "cli": "errors core graph selection training checkpoint comparison models options config runs pipeline "
+    "report experiments sosp demo",
     "__main__": "cli",
 }
 

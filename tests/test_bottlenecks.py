@@ -14,9 +14,9 @@ from cases import case
 from oracles import chance as oracle
 from sosp.bottlenecks import FITTING, NARROW, WIDE, Bottlenecks, Part, blocks_of, bottlenecks
 from sosp.bottlenecks.chance import holm, merged, tails
-from sosp.checkpoint.saliency import keep_saliency, read_saliency
 from sosp.core.records import Layer, Saliency, Structures
 from sosp.errors import ArgumentError, CheckpointError, StructureError
+from sosp.selection.saved_saliency import keep_saliency, read_saliency
 
 IMAGES = torch.zeros(2, 3, 32, 32)
 

@@ -245,5 +245,5 @@ def test_a_saliency_of_other_layers_is_refused(trained: Path, here: Path) -> Non
     call("prune", "trained", "--ratio", "0.5", "--method", "first-order", "--no-curve", "--out", "pruned")
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
     saliency = sosp.score(model, (torch.randn(4, 4), torch.tensor([0, 1, 1, 0])))
-    sosp.checkpoint.saliency.keep_saliency(here / "pruned" / SALIENCY, saliency, sosp.select(saliency, ratio=0.3))
+    sosp.selection.saved_saliency.keep_saliency(here / "pruned" / SALIENCY, saliency, sosp.select(saliency, ratio=0.3))
     assert "is of other layers than its network has" in refusal("bottlenecks", "pruned", "--subsamples", "0")

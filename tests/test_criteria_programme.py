@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from oracles import baselines
-from sosp.quadratic import choose, relaxed
+from sosp.selection.quadratic_program import choose, relaxed
 
 
 def random_programme(n: int, seed: int, rank: int | None = None) -> tuple[Tensor, Tensor]:

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import sosp
-from sosp.checkpoint.saliency import keep_saliency
 from sosp.config import Pruning, build
 from sosp.core.records import INPUT, OUTPUT
 from sosp.graph.layout import Style
 from sosp.pipeline import prepare
 from sosp.pipeline.details import details, losses, narrow_places, predicted, removal_order, streams, widths
 from sosp.prune import Pruned, cut
+from sosp.selection.saved_saliency import keep_saliency
 
 
 @pytest.fixture(scope="module")

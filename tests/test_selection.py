@@ -14,7 +14,7 @@ from cases import case
 from oracles import subsets
 from sosp.core.records import INPUT, OUTPUT, Layer, Structures
 from sosp.errors import ArgumentError, DisconnectedError
-from sosp.selection import Room, greedy
+from sosp.selection.greedy import Room, greedy
 
 OBJECTIVES = ("individual", "structure", "order", "joint")
 

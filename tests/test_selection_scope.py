@@ -15,7 +15,7 @@ import sosp
 from cases import Case, case, names
 from oracles import baselines, subsets
 from sosp.errors import ArgumentError
-from sosp.quotas import quotas_of
+from sosp.selection.layer_shares import quotas_of
 from test_budgets import cost
 from test_selection import OBJECTIVES, saliency, structures
 

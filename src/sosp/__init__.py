@@ -26,7 +26,7 @@ from sosp.graph.structures import downsampling, find_structures
 from sosp.passes import SlowPathWarning
 from sosp.prune import Pruned, prune
 from sosp.repair import Repaired, repair
-from sosp.selection import select
+from sosp.selection.select import select
 from sosp.surgery import shrink
 from sosp.training import SCHEDULES, Accuracy, Schedule, Speed, Trained, evaluate, recalibrate, train
 from sosp.widening import widen

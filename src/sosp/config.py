@@ -34,7 +34,7 @@ from sosp.options import (
     checked,
     option,
 )
-from sosp.selection import SCALES, budget_of
+from sosp.selection.select import SCALES, budget_of
 from sosp.training import SCHEDULES, Schedule, Speed
 from sosp.training.schedule import SHAPES
 from sosp.training.speed import PRECISIONS

@@ -33,9 +33,9 @@ from sosp.errors import CheckpointError, DataError, StructureError, SurgeryError
 from sosp.graph.cost import Cost, count, whole_cost
 from sosp.graph.recipe import exchange
 from sosp.graph.structures import Exclude, find_structures
-from sosp.greedy import check_share
 from sosp.kfac import FISHERS, kronecker, unknown
 from sosp.passes import Problem
+from sosp.selection.greedy import check_share
 from sosp.verify import difference
 
 REPLACE = ("smaller", "all")

@@ -25,7 +25,7 @@ from sosp.graph.mask import Mask
 from sosp.graph.structures import Exclude, excluded_names, find_structures
 from sosp.repair import Absent, Repaired
 from sosp.repair import repair as repair_network
-from sosp.selection import select
+from sosp.selection.select import select
 from sosp.surgery import shrink_along
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sosp.checkpoint.saliency import SavedSaliency, removed_by
 from sosp.core.records import Saliency, Structures
 from sosp.errors import ArgumentError, is_number
 from sosp.graph.mask import Mask
-from sosp.greedy import ranks_of
+from sosp.selection.greedy import ranks_of
+from sosp.selection.saved_saliency import SavedSaliency, removed_by
 
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 Given = Saliency | SavedSaliency | Mask | Sequence[Mask]

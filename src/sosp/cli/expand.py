@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 import sosp
-from sosp.checkpoint.saliency import SavedSaliency, read_saliency
 from sosp.cli.flags import DryRun, Resume, Sections, takes
 from sosp.cli.screen import Screen
 from sosp.cli.targets import before_pruning, data_for, refuse_weights, sections_for
@@ -19,6 +18,7 @@ from sosp.errors import ArgumentError, whole_number
 from sosp.options import RATIOS
 from sosp.pipeline import look, prepare_look
 from sosp.runs import SALIENCY, is_run, read_record
+from sosp.selection.saved_saliency import SavedSaliency, read_saliency
 
 SCORING = ("prune.method", "prune.groups", "prune.gate", "prune.exclude", "prune.downsampling", "prune.examples")
 

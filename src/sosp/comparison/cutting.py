@@ -15,7 +15,7 @@ from sosp.eigendamage import eigendamage
 from sosp.graph.cost import Cost, alternative, count
 from sosp.graph.layout import Style
 from sosp.graph.mask import Mask
-from sosp.selection import select
+from sosp.selection.select import select
 from sosp.surgery import shrink_along
 
 

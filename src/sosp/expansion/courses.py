@@ -25,7 +25,7 @@ from sosp.expansion.start import settled
 from sosp.graph.cost import Cost, count
 from sosp.graph.mask import Mask
 from sosp.prune import cut
-from sosp.selection import select
+from sosp.selection.select import select
 from sosp.surgery import shrink
 from sosp.training import Trained, evaluate, train
 

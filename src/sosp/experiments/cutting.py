@@ -29,7 +29,7 @@ from sosp.graph.mask import Mask, masked
 from sosp.graph.structures import downsampling, find_structures
 from sosp.learned import amc
 from sosp.runs import read_json, write_json
-from sosp.selection import select
+from sosp.selection.select import select
 from sosp.surgery import shrink_along
 from sosp.training import evaluate, recalibrate
 

@@ -16,7 +16,7 @@ from sosp.experiments.cells import Timed, document
 from sosp.experiments.records import Record
 from sosp.graph.cost import count
 from sosp.graph.structures import downsampling, find_structures
-from sosp.selection import select
+from sosp.selection.select import select
 from sosp.training import recalibrate
 
 # What a dataset's images look like, for when it is not there: channels, edge, classes.

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from sosp.bottlenecks import Bottlenecks, bottlenecks
-from sosp.checkpoint.saliency import SavedSaliency
 from sosp.config import Config, Data, Pruning
 from sosp.core.records import Saliency, Structures
 from sosp.criteria import check_structures, score
@@ -19,6 +18,7 @@ from sosp.expansion import settled
 from sosp.models import parse
 from sosp.pipeline.expanding import growth_for
 from sosp.pipeline.job import Job, prepare, structures_for
+from sosp.selection.saved_saliency import SavedSaliency
 
 
 def prepare_look(config: Config, *, data: bool) -> Job:

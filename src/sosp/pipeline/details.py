@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from sosp.bottlenecks import bottlenecks
 from sosp.bottlenecks.find import CostOf
-from sosp.checkpoint.saliency import read_saliency
 from sosp.config import Pruning
 from sosp.core.records import INPUT, Saliency, Structures
 from sosp.data import Source
 from sosp.errors import ArgumentError
 from sosp.graph.layout import Style
 from sosp.graph.mask import Mask, masked
-from sosp.greedy import ranks_of
 from sosp.models import parse
 from sosp.pipeline.expanding import growth_for
 from sosp.pipeline.job import Job
 from sosp.prune import Pruned
+from sosp.selection.greedy import ranks_of
+from sosp.selection.saved_saliency import read_saliency
 from sosp.training import evaluate
 
 POINTS = 8  # along the way, the whole mask being the last one

@@ -26,7 +26,7 @@ from sosp.graph.mask import Mask
 from sosp.graph.structures import downsampling, excluded_names, find_structures
 from sosp.learned.slimming import scales_of
 from sosp.runs import is_run, network_of
-from sosp.selection import select
+from sosp.selection.select import select
 from sosp.training.sources import moved
 
 ROWS = 8  # of the example

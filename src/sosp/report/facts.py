@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from sosp.checkpoint import inspect
-from sosp.checkpoint.saliency import SavedSaliency, read_saliency
 from sosp.comparison import Summary, summaries
 from sosp.comparison.cells import Cells
 from sosp.errors import RunError
 from sosp.runs import CELLS, DETAILS, METRICS, SALIENCY, Record, Run, is_run, read_json, read_record
+from sosp.selection.saved_saliency import SavedSaliency, read_saliency
 from sosp.training import Epoch
 
 

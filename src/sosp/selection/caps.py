@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sosp.core.records import Saliency, Structures
-from sosp.greedy import Room, greedy, most_of
+from sosp.selection.greedy import Room, greedy, most_of
 
 
 def read_by(structures: Structures) -> dict[str, str]:

@@ -6,12 +6,12 @@ import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.ticker import NullFormatter
 
-from sosp.checkpoint.saliency import SavedSaliency
 from sosp.report.axis import NAMED, short_name
 from sosp.report.facts import Facts
 from sosp.report.look import Plot, blank
 from sosp.report.section import Section, Table, figure, share
 from sosp.report.sections.saliency import over_several
+from sosp.selection.saved_saliency import SavedSaliency
 
 MOST = 10  # pairs of layers in the table
 DECADES = 4  # of the colours at most, down from the largest

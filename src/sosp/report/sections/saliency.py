@@ -6,11 +6,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from sosp.checkpoint.saliency import SavedSaliency
 from sosp.report.axis import label_layers, width_for
 from sosp.report.facts import Facts
 from sosp.report.look import INK, KEPT, REMOVED, Plot, blank, log_scale
 from sosp.report.section import Cell, Section, Table, figure, whole
+from sosp.selection.saved_saliency import SavedSaliency
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 

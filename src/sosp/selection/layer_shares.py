@@ -9,7 +9,7 @@ from math import floor
 
 from sosp.core.records import Structures
 from sosp.errors import ArgumentError, nearest
-from sosp.greedy import check_share, most_of, widths_of
+from sosp.selection.greedy import check_share, most_of, widths_of
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from sosp.core.records import OBJECTIVES, SCOPES, Saliency, Structures
 from sosp.core.schema import fields, many, one_of, parse, text, whole
 from sosp.errors import CheckpointError
 from sosp.graph.mask import Mask
-from sosp.greedy import ranks_of
+from sosp.selection.greedy import ranks_of
 
 DOCUMENT = fields(
     holds=one_of(["saliency"]),
