@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import sosp
 from cases import case
-from sosp.checkpoint import load, save
 from sosp.core import files as file
+from sosp.surgery.checkpoint import load, save
 
 
 class SqueezeExcite(nn.Module):

@@ -19,8 +19,10 @@ ALLOWED = {
     "core": "errors",
     "graph": "errors core",
     "selection": "errors core graph",
+    "surgery": "errors core graph",
     "nets": "errors",
     "data": "errors core",
+    "training": "errors core surgery data",
     "factors": "errors core",
     "jets": "",
     "passes": "errors core jets",
@@ -29,33 +31,26 @@ ALLOWED = {
     "kfac": "errors core factors passes",
     "statistics": "core jets passes gauss_newton",
     "criteria": "errors core graph passes curvature gauss_newton kfac statistics",
-    "verify": "errors core graph",
-    "room": "core graph verify",
-    "training": "errors core data room",
-    "checkpoint": "errors core graph",
-    "surgery": "errors graph verify checkpoint",
-    "repair": "errors core graph checkpoint",
-    "eigendamage": "errors core graph selection passes kfac criteria verify checkpoint",
-    "widening": "errors graph verify surgery",
-    "bottlenecks": "errors core graph selection widening",
-    "prune": "errors core graph selection criteria checkpoint surgery repair",
-    "learned": "errors core graph data criteria training",
-    "comparison": "errors core graph selection data criteria training surgery repair eigendamage",
-    "expansion": "errors core graph selection nets data training checkpoint surgery widening bottlenecks prune "
-    "comparison",
-    "models": "errors core nets checkpoint",
+    "repair": "errors core graph surgery",
+    "eigendamage": "errors core graph selection surgery passes kfac criteria",
+    "bottlenecks": "errors core graph selection surgery",
+    "prune": "errors core graph selection surgery criteria repair",
+    "learned": "errors core graph data training criteria",
+    "comparison": "errors core graph selection surgery data training criteria repair eigendamage",
+    "expansion": "errors core graph selection surgery nets data training bottlenecks prune comparison",
+    "models": "errors core surgery nets",
     "options": "errors",
-    "config": "errors core graph selection nets criteria training comparison expansion options",
+    "config": "errors core graph selection nets training criteria comparison expansion options",
     "runs": "errors config",
-    "pipeline": "errors core graph selection nets data criteria training checkpoint repair bottlenecks prune "
+    "pipeline": "errors core graph selection surgery nets data training criteria repair bottlenecks prune "
     "learned comparison expansion models config runs",
-    "report": "errors selection criteria training checkpoint comparison models config runs",
-    "experiments": "errors core graph selection nets data criteria training checkpoint surgery eigendamage learned "
-    "comparison expansion models runs pipeline",
-    "sosp": "errors core graph selection nets data passes criteria training checkpoint surgery repair "
-    "eigendamage widening bottlenecks prune learned comparison expansion experiments",
+    "report": "errors selection surgery training criteria comparison models config runs",
+    "experiments": "errors core graph selection surgery nets data training criteria eigendamage learned comparison "
+    "expansion models runs pipeline",
+    "sosp": "errors core graph selection surgery nets data training passes criteria repair eigendamage "
+    "bottlenecks prune learned comparison expansion experiments",
     "demo": "errors runs sosp",
-    "cli": "errors core graph selection training checkpoint comparison models options config runs pipeline "
+    "cli": "errors core graph selection surgery training comparison models options config runs pipeline "
     "report experiments sosp demo",
     "__main__": "cli",
 }

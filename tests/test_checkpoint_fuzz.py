@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 import sosp
 from checkpoints import bits, check_same, everything
-from sosp.checkpoint import load, save
-from sosp.checkpoint.saved import DTYPES
 from sosp.core import files as file
 from sosp.core.records import Layer
 from sosp.errors import CheckpointError
 from sosp.graph.recipe import Placing, Recipe, apply
+from sosp.surgery.checkpoint import load, save
+from sosp.surgery.checkpoint.record import DTYPES
 
 Target = tuple[Path, nn.Module, nn.Module, Any]  # the file, the original network, the saved one, all of the original
 SEEDS = st.integers(0, 2**32)
@@ -48,7 +48,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         passed=("1",),
     )
     apply(small, recipe)
-    small.sosp_recipes, small.sosp_shapes = (recipe,), sosp.checkpoint.shapes(model)
+    small.sosp_recipes, small.sosp_shapes = (recipe,), sosp.surgery.checkpoint.shapes(model)
     mask = sosp.Mask("filters", (Layer("0", 4, 1, ("1",), 1.0, 2.0, 3.0),), {"0": index([1])}, 8, 1, {"1": index([1])})
     path = tmp_path_factory.mktemp("fuzz") / "net"
     save(path, small, mask)

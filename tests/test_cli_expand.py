@@ -179,7 +179,7 @@ def test_the_bottlenecks_of_a_run(trained: Path, here: Path) -> None:
     assert again["subsamples"] == 2
     assert all(b["stability"] in (0, 0.5, 1) for b in again["blocks"])
     # The same numbers as the run's own mask has.
-    mask = sosp.checkpoint.inspect(here / "pruned" / "small.safetensors").mask
+    mask = sosp.surgery.checkpoint.inspect(here / "pruned" / "small.safetensors").mask
     assert mask is not None
     layers = {layer["name"]: layer for layer in kept["layers"]}
     for layer in mask.layers:

@@ -16,8 +16,8 @@ import torch
 import sosp
 from commands import QUICK, TOML, call, lines, refusal
 from sosp import models
-from sosp.checkpoint import inspect
 from sosp.cli.targets import sections_for
+from sosp.surgery.checkpoint import inspect
 
 NET = "sosp:digits_resnet"
 WHOLE = f"""{TOML}[train]

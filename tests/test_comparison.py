@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import sosp
 from commands import call, refusal
 from sosp.comparison import Cell, Plan, compare, summaries
-from sosp.comparison.folding import folded
 from sosp.errors import ArgumentError, StructureError
+from sosp.surgery.fold_norms import folded
 
 METHODS = ("sosp-h", "random", "slimming", "group-fisher")
 

@@ -16,7 +16,7 @@ from shrinking import case as case_to_shrink
 from shrinking.compare import mask_of, some_channels
 from sosp.errors import ArgumentError, StructureError
 from sosp.graph.cost import whole_cost
-from sosp.surgery import shrink_along
+from sosp.surgery.shrink import shrink_along
 
 EVERY = pytest.mark.parametrize("name", names())
 

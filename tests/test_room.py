@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import sosp
 from architectures import Classifier, Pad, Residual, conv_bn
 from sosp import Schedule, Speed
-from sosp.room import MULTIPLE, Room, with_room
+from sosp.surgery.pad_widths import MULTIPLE, Room, with_room
 from sosp.training.learner import Learner
 from training_worker import weights
 

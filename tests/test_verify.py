@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sosp
-import sosp.surgery
+import sosp.surgery.shrink
 from cases import case
 from sosp.errors import SurgeryError
 from sosp.graph.recipe import Placing, Recipe
@@ -27,7 +27,7 @@ def mask_of(model: nn.Module, x: Any, removed: dict[str, list[int]]) -> sosp.Mas
 
 def plant(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
     """Let the plan of a surgery go wrong."""
-    plan = sosp.surgery.plan
+    plan = sosp.surgery.shrink.plan
 
     def wrong(*args: Any, **options: Any) -> Any:
         layout, recipe = plan(*args, **options)
@@ -35,7 +35,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
         assert repr(changed) != repr(recipe)
         return layout, changed
 
-    monkeypatch.setattr(sosp.surgery, "plan", wrong)
+    monkeypatch.setattr(sosp.surgery.shrink, "plan", wrong)
 
 
 def sliced(recipe: Recipe, name: str, axis: int, change: Callable[[Tensor], Tensor]) -> Recipe:
@@ -91,7 +91,7 @@ def test_a_live_channel_dropped_is_caught(
     model, x = c.model.to(dtype), c.inputs.to(dtype)
     mask = mask_of(model, x, {"conv1": [0], "conv2": [1]})
     wrong = mask_of(model, x, {"conv1": [0, *more.get("conv1", [])], "conv2": [1, *more.get("conv2", [])]})
-    plan = sosp.surgery.plan
+    plan = sosp.surgery.shrink.plan
     flow = sosp.trace(model, x)
     places = {layer.name: layer.norms for layer in wrong.layers}
     recipe = plan(model, flow, flow.removed(wrong.removed, places), x)[1]
@@ -135,7 +135,7 @@ def test_verification_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     c = case("conv-bn")
     mask = mask_of(c.model, c.inputs, {"conv1": [0]})
     calls = []
-    monkeypatch.setattr(sosp.surgery, "check_same", lambda *args: calls.append(args))
+    monkeypatch.setattr(sosp.surgery.shrink, "check_same", lambda *args: calls.append(args))
     sosp.shrink(c.model, mask, c.inputs)
     sosp.shrink(c.model, mask, c.inputs, verify=False)
     assert len(calls) == 1

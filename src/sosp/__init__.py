@@ -12,7 +12,6 @@ sosp.save("small.safetensors", tuned.model, mask)
 
 from sosp import data, errors, experiments, learned, nets
 from sosp.bottlenecks import Bottlenecks, bottlenecks
-from sosp.checkpoint import load, save
 from sosp.comparison import compare
 from sosp.core.records import Layer, Saliency, Structures
 from sosp.criteria import METHODS, score
@@ -27,9 +26,10 @@ from sosp.passes import SlowPathWarning
 from sosp.prune import Pruned, prune
 from sosp.repair import Repaired, repair
 from sosp.selection.select import select
-from sosp.surgery import shrink
+from sosp.surgery.checkpoint import load, save
+from sosp.surgery.shrink import shrink
+from sosp.surgery.widen import widen
 from sosp.training import SCHEDULES, Accuracy, Schedule, Speed, Trained, evaluate, recalibrate, train
-from sosp.widening import widen
 
 __version__ = "0.1.0"
 

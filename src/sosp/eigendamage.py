@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from sosp.checkpoint import inspect, load
 from sosp.core import distributed
 from sosp.core.batches import Chunk, read, share
 from sosp.core.borrow import borrowed
@@ -36,7 +35,8 @@ from sosp.graph.structures import Exclude, find_structures
 from sosp.kfac import FISHERS, kronecker, unknown
 from sosp.passes import Problem
 from sosp.selection.greedy import check_share
-from sosp.verify import difference
+from sosp.surgery.checkpoint import inspect, load
+from sosp.surgery.verify import difference
 
 REPLACE = ("smaller", "all")
 KERNEL = ("kernel_size", "stride", "padding", "dilation", "padding_mode")

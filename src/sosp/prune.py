@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from sosp.checkpoint import save
 from sosp.core.batches import peek
 from sosp.core.borrow import check_network
 from sosp.core.losses import LossLike
@@ -26,7 +25,8 @@ from sosp.graph.structures import Exclude, excluded_names, find_structures
 from sosp.repair import Absent, Repaired
 from sosp.repair import repair as repair_network
 from sosp.selection.select import select
-from sosp.surgery import shrink_along
+from sosp.surgery.checkpoint import save
+from sosp.surgery.shrink import shrink_along
 
 
 @dataclass(frozen=True, eq=False)

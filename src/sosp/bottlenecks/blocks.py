@@ -11,7 +11,7 @@ import numpy as np
 from sosp.core.records import Structures
 from sosp.errors import ArgumentError, StructureError, nearest
 from sosp.graph import Flow
-from sosp.widening import is_depthwise, ties
+from sosp.surgery.widen import is_depthwise, ties
 
 Key = tuple[int, ...]  # of a stream: the classes of its channels
 Named = Mapping[str, Iterable[str]]

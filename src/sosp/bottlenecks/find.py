@@ -14,7 +14,7 @@ from sosp.core.records import Saliency, Structures
 from sosp.errors import ArgumentError, SospError, is_number
 from sosp.graph import Flow
 from sosp.graph.cost import Cost, cost_of, whole_cost
-from sosp.widening import widened
+from sosp.surgery.widen import widened
 
 CostOf = Callable[[Mapping[str, float]], Cost]  # layer -> factor: what the network with these widths costs
 

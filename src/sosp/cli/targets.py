@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sosp.checkpoint import inspect
 from sosp.cli.flags import Sections
 from sosp.errors import ArgumentError, RunError, nearest
 from sosp.graph.mask import Mask
 from sosp.models import parse
 from sosp.runs import FILES, Record, is_run, network_of, read_record
+from sosp.surgery.checkpoint import inspect
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 

@@ -16,7 +16,7 @@ from sosp.graph.cost import Cost, alternative, count
 from sosp.graph.layout import Style
 from sosp.graph.mask import Mask
 from sosp.selection.select import select
-from sosp.surgery import shrink_along
+from sosp.surgery.shrink import shrink_along
 
 
 @dataclass(frozen=True, eq=False)

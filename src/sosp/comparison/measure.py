@@ -11,13 +11,13 @@ from torch import nn
 
 from sosp.comparison.cells import Cell, Cells, Plan
 from sosp.comparison.cutting import Cutter, cutter
-from sosp.comparison.folding import folded
 from sosp.comparison.work import Work, prepared
 from sosp.core import distributed
 from sosp.criteria import METHODS
 from sosp.data import Dataset
 from sosp.errors import DisconnectedError
 from sosp.repair import repair
+from sosp.surgery.fold_norms import folded
 from sosp.training import Schedule, Speed, evaluate, recalibrate, train
 
 TOGETHER = 8  # networks that are fine-tuned side by side

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from sosp.bottlenecks import Bottlenecks, bottlenecks
-from sosp.checkpoint import inspect, save
 from sosp.comparison.work import Work, prepared
 from sosp.core import distributed
 from sosp.core.borrow import home
@@ -26,7 +25,8 @@ from sosp.graph.cost import Cost, count
 from sosp.graph.mask import Mask
 from sosp.prune import cut
 from sosp.selection.select import select
-from sosp.surgery import shrink
+from sosp.surgery.checkpoint import inspect, save
+from sosp.surgery.shrink import shrink
 from sosp.training import Trained, evaluate, train
 
 TOGETHER = 8  # networks that are trained side by side

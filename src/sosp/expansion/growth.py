@@ -16,8 +16,8 @@ from sosp.graph.cost import Cost, cost_of, count
 from sosp.graph.layout import Layout
 from sosp.graph.wiring import trace as wiring
 from sosp.nets import Width
+from sosp.surgery.widen import widen_along, widened
 from sosp.training.sources import moved
-from sosp.widening import widen_along, widened
 
 Factors = Mapping[str, float]  # layer -> factor; layers that are not named keep their width
 Make = Callable[[Width], nn.Module]

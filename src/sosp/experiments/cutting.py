@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from sosp.checkpoint import load, save
 from sosp.comparison import Plan
 from sosp.comparison.work import BATCH, Work, prepared
 from sosp.core.records import Saliency
@@ -30,7 +29,8 @@ from sosp.graph.structures import downsampling, find_structures
 from sosp.learned import amc
 from sosp.runs import read_json, write_json
 from sosp.selection.select import select
-from sosp.surgery import shrink_along
+from sosp.surgery.checkpoint import load, save
+from sosp.surgery.shrink import shrink_along
 from sosp.training import evaluate, recalibrate
 
 NETWORK, FIGURES = "small.safetensors", "cut.json"

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from sosp import models
-from sosp.checkpoint import save
 from sosp.experiments import growing, together
 from sosp.experiments.bench import Bench
 from sosp.experiments.cells import Cell, Trained, document
@@ -19,6 +18,7 @@ from sosp.experiments.together import Group, Training
 from sosp.graph.cost import count
 from sosp.models import digest
 from sosp.pipeline import Watcher
+from sosp.surgery.checkpoint import save
 from sosp.training import Epoch, evaluate
 
 

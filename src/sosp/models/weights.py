@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from sosp.checkpoint import load
 from sosp.core.files import KEY, as_path, line
 from sosp.errors import CheckpointError
+from sosp.surgery.checkpoint import load
 
 WRAPPERS = ("state_dict", "model", "model_state_dict")  # keys under which training scripts keep the state dict
 PREFIXES = ("module.", "_orig_mod.")  # what DataParallel and torch.compile put before every name

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from sosp import models
-from sosp.checkpoint import inspect
 from sosp.config import Config, Data, Pruning, Training
 from sosp.core.batches import call
 from sosp.core.losses import logits_of
@@ -27,6 +26,7 @@ from sosp.graph.structures import downsampling, excluded_names, find_structures
 from sosp.learned.slimming import scales_of
 from sosp.runs import is_run, network_of
 from sosp.selection.select import select
+from sosp.surgery.checkpoint import inspect
 from sosp.training.sources import moved
 
 ROWS = 8  # of the example

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from sosp.checkpoint import save
 from sosp.config import Pruning, Training
 from sosp.core import distributed
 from sosp.core.records import Saliency
@@ -30,6 +29,7 @@ from sosp.prune import Pruned, cut, repaired_cut
 from sosp.repair import Repaired
 from sosp.runs import DETAILS, SALIENCY, Run, write_json
 from sosp.selection.saved_saliency import keep_saliency
+from sosp.surgery.checkpoint import save
 from sosp.training import Epoch, Moment, evaluate, recalibrate, train
 
 BATCH = 250  # of the data that is scored with; passes cut it to what fits

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.checkpoint.shapes import after, shapes
 from sosp.core.layers import layer_type
 from sosp.errors import StructureError
 from sosp.graph.recipe import Recipe
+from sosp.surgery.checkpoint.recipe_shapes import after, shapes
 
 WAY_OUT = "Give the network that sosp.shrink, sosp.prune or sosp.load made the small one of."
 

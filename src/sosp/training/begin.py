@@ -11,7 +11,7 @@ from torch import nn
 
 from sosp.core.borrow import home, refuse_uninitialised
 from sosp.errors import ArgumentError, whole_number
-from sosp.room import Room, with_room
+from sosp.surgery.pad_widths import Room, with_room
 from sosp.training.companion import Companion
 from sosp.training.dice import chance
 from sosp.training.learner import Learner

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sosp.core import distributed
 from sosp.core.batches import call
-from sosp.room import Room
+from sosp.surgery.pad_widths import Room
 from sosp.training.companion import Companion
 from sosp.training.feed import Batch
 from sosp.training.norms import over_all_ranks

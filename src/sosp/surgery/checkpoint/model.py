@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.checkpoint.saved import DTYPES, INDEX, LAYOUTS, Saved, Shape, Stored
-from sosp.checkpoint.shapes import after, shapes
 from sosp.core.borrow import refuse_uninitialised
 from sosp.core.gates import GateHook, InputHook
 from sosp.core.layers import layer_type
 from sosp.errors import ArgumentError, CheckpointError, nearest
 from sosp.graph.mask import ZeroWeights
 from sosp.graph.recipe import Recipe, apply
+from sosp.surgery.checkpoint.recipe_shapes import after, shapes
+from sosp.surgery.checkpoint.record import DTYPES, INDEX, LAYOUTS, Saved, Shape, Stored
 
 # Nobody makes a network that much wider; a buffer that is not in the file may not grow by what the file says.
 GROWTH = 64
@@ -61,7 +61,7 @@ def refuse_hooks(model: nn.Module) -> None:
         if any(isinstance(hook, GateHook | InputHook | ZeroWeights) for hook in hooks):
             raise CheckpointError(
                 "the model is masked, which a checkpoint does not hold. Shrink it with sosp.shrink; or save the model "
-                "that was masked with mask=..., and mask it again after loading: sosp.checkpoint.inspect(path).mask."
+                "that was masked with mask=..., and mask it again after loading: sosp.surgery.checkpoint.inspect(path).mask."
             )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from sosp.checkpoint.saved import Saved, Shape
 from sosp.errors import CheckpointError
 from sosp.graph.recipe import Recipe
+from sosp.surgery.checkpoint.record import Saved, Shape
 
 
 def shapes(model: nn.Module) -> dict[str, Shape]:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.checkpoint.decode import decode
-from sosp.checkpoint.model import (
+from sosp.core.files import about, as_path, line, read, write
+from sosp.errors import ArgumentError, CheckpointError
+from sosp.graph.mask import Mask
+from sosp.surgery.checkpoint.model import (
     aliases_of,
     apart,
     check_model,
@@ -23,11 +25,9 @@ from sosp.checkpoint.model import (
     stored,
     transient,
 )
-from sosp.checkpoint.saved import Saved, encode
-from sosp.checkpoint.shapes import check_shapes, shapes
-from sosp.core.files import about, as_path, line, read, write
-from sosp.errors import ArgumentError, CheckpointError
-from sosp.graph.mask import Mask
+from sosp.surgery.checkpoint.reader import decode
+from sosp.surgery.checkpoint.recipe_shapes import check_shapes, shapes
+from sosp.surgery.checkpoint.record import Saved, encode
 
 
 def save(path: str | Path, small: nn.Module, mask: Mask | None = None) -> None:

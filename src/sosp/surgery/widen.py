@@ -19,8 +19,8 @@ from sosp.graph.meta import few
 from sosp.graph.plan import try_out, write
 from sosp.graph.recipe import Recipe
 from sosp.graph.structures import excluded_names
-from sosp.surgery import cooked
-from sosp.verify import check_same
+from sosp.surgery.shrink import cooked
+from sosp.surgery.verify import check_same
 
 INITS = ("random", "copy")
 

@@ -21,7 +21,7 @@ from sosp.core.layers import is_norm, layer_type
 from sosp.graph import Flow, trace
 from sosp.graph.channels import Cut, Ids
 from sosp.graph.recipe import Recipe, apply
-from sosp.verify import check_same
+from sosp.surgery.verify import check_same
 
 MULTIPLE = 8  # of channels: 16 bytes of bfloat16
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from sosp.checkpoint.shapes import shapes
 from sosp.errors import StructureError, SurgeryError
 from sosp.graph import Flow, follow
 from sosp.graph.control_flow import listed
@@ -16,7 +15,8 @@ from sosp.graph.layout import Style
 from sosp.graph.mask import Mask, check_mask, masked
 from sosp.graph.plan import plan, set_zero
 from sosp.graph.recipe import Recipe, apply
-from sosp.verify import REPORT, ROWS, check_same
+from sosp.surgery.checkpoint.recipe_shapes import shapes
+from sosp.surgery.verify import REPORT, ROWS, check_same
 
 MOST = 64  # rows that are compared where the code looks at values
 

@@ -1,0 +1,1 @@
+"""From a Mask to a smaller network, and back: shrink, widen, verify, save."""
