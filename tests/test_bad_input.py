@@ -24,7 +24,7 @@ from sosp.errors import (
     SospError,
     StructureError,
 )
-from sosp.repair import FewInputsWarning
+from sosp.refit import FewInputsWarning
 from test_preserve import check_unchanged
 
 METHODS = ("sosp-h", "sosp-i", "sosp-i-diagonal", "first-order", "exact")  # those that differentiate the loss

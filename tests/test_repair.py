@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sosp
 from cases import case, names
-from sosp.repair import FewInputsWarning, plan
-from sosp.repair.level import level
-from sosp.repair.trails import follow_layers
+from sosp.refit import FewInputsWarning, plan
+from sosp.refit.comparison_points import follow_layers
+from sosp.refit.filter_scale import level
 from test_preserve import check_unchanged
 
 INPUTS = 240
@@ -192,7 +192,7 @@ def test_filters_keep_their_length_and_the_network_its_function(name: str, monke
     """So that fine-tuning turns them at the rate it is asked for."""
     model, small, x = randomly_cut(name)
     found = sosp.repair(small, model, x).model
-    refit: Any = sys.modules["sosp.repair.refit"]
+    refit: Any = sys.modules["sosp.refit.refit"]
     monkeypatch.setattr(refit, "level", lambda *given: None)
     longer = sosp.repair(small, model, x).model
     assert off(found.eval(), longer.eval(), x) < EXACT

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oracles import repair as oracle
-from sosp.repair import ridge
-from sosp.repair.activations import EVERYTHING
-from sosp.repair.layouts import Use, groups_of, matrix, set_matrix, take
-from sosp.repair.measures import divergence, squares
-from sosp.repair.ridge import RIDGES, Rows, Standardised, fit, outputs_of
-from sosp.repair.through import Chain, Through
-from sosp.repair.trails import Trails, follow_layers
-from sosp.repair.watch import listen
+from sosp.refit import least_squares
+from sosp.refit.activations import EVERYTHING
+from sosp.refit.comparison_points import Trails, follow_layers
+from sosp.refit.hooks import listen
+from sosp.refit.layer_errors import divergence, squares
+from sosp.refit.layer_matrix import Use, groups_of, matrix, set_matrix, take
+from sosp.refit.least_squares import RIDGES, Rows, Standardised, fit, outputs_of
+from sosp.refit.two_layer_fit import Chain, Through
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -196,9 +196,9 @@ def equations(R: int = 80, K: int = 6, C: int = 3, seed: int = 0) -> Rows:
 
 
 @pytest.mark.parametrize("rows", [80, 4])  # with fewer rows than unknowns, in another way
-@pytest.mark.parametrize("room", [ridge.FACTORS, 1])  # side by side, and one by one
+@pytest.mark.parametrize("room", [least_squares.FACTORS, 1])  # side by side, and one by one
 def test_ridge_regression(monkeypatch: pytest.MonkeyPatch, rows: int, room: int) -> None:
-    monkeypatch.setattr(ridge, "FACTORS", room)
+    monkeypatch.setattr(least_squares, "FACTORS", room)
     e = equations(rows)
     inputs = Standardised(e.X, intercept=True)
     right, shift = inputs.right_side(e.target - e.now)

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 import sosp
 from sosp.errors import DataError
-from sosp.repair import inputs, memory, plan
-from sosp.repair.inputs import chunks_of, parts_of
-from sosp.repair.memory import Memory
-from sosp.repair.trails import follow_layers
-from sosp.repair.watch import Listener
+from sosp.refit import block_cache, inputs, plan
+from sosp.refit.block_cache import Memory
+from sosp.refit.comparison_points import follow_layers
+from sosp.refit.hooks import Listener
+from sosp.refit.inputs import chunks_of, parts_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # a name is enough to be asked how much runs at once
 
@@ -137,8 +137,8 @@ def test_memory_changes_nothing_but_the_number_of_calls(monkeypatch: pytest.Monk
     model, small, x = WAYS[way]()
     calls = {"with": 0, "without": 0}
     found = {}
-    for name, room in (("with", memory.BYTES), ("without", 0)):
-        monkeypatch.setattr(memory, "BYTES", room)
+    for name, room in (("with", block_cache.BYTES), ("without", 0)):
+        monkeypatch.setattr(block_cache, "BYTES", room)
         forward = nn.Conv2d.forward
 
         def counted(self: Any, x: Tensor, name: str = name, forward: Any = forward) -> Tensor:

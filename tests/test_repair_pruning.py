@@ -20,7 +20,7 @@ from sosp.config import Pruning
 from sosp.core.losses import LossLike
 from sosp.criteria.surgeon import BLOCK, DAMPING, eliminated
 from sosp.errors import ArgumentError
-from sosp.repair import Absent, plan
+from sosp.refit import Absent, plan
 from test_repair import inputs, off
 
 

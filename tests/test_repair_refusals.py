@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import sosp
 from cases import case
 from sosp.errors import ArgumentError, DataError, SospError, StructureError
-from sosp.repair import refit
+from sosp.refit import refit
 from test_preserve import check_unchanged
 from test_repair import inputs, randomly_cut
 

@@ -24,7 +24,7 @@ from sosp.graph.mask import Mask, masked
 from sosp.graph.structures import downsampling, find_structures
 from sosp.passes import SlowPathWarning
 from sosp.prune import Pruned, prune
-from sosp.repair import Repaired, repair
+from sosp.refit import Repaired, repair
 from sosp.selection.select import select
 from sosp.surgery.checkpoint import load, save
 from sosp.surgery.shrink import shrink

@@ -22,8 +22,8 @@ from sosp.graph.cost import Cost, whole_cost
 from sosp.graph.layout import Style
 from sosp.graph.mask import Mask
 from sosp.graph.structures import Exclude, excluded_names, find_structures
-from sosp.repair import Absent, Repaired
-from sosp.repair import repair as repair_network
+from sosp.refit import Absent, Repaired
+from sosp.refit import repair as repair_network
 from sosp.selection.select import select
 from sosp.surgery.checkpoint import save
 from sosp.surgery.shrink import shrink_along

@@ -16,7 +16,7 @@ from sosp.core import distributed
 from sosp.criteria import METHODS
 from sosp.data import Dataset
 from sosp.errors import DisconnectedError
-from sosp.repair import repair
+from sosp.refit import repair
 from sosp.surgery.fold_norms import folded
 from sosp.training import Schedule, Speed, evaluate, recalibrate, train
 

@@ -26,7 +26,7 @@ from sosp.pipeline.details import details, narrow_places
 from sosp.pipeline.expanding import run_expansion
 from sosp.pipeline.job import Job, mask_of, structures_for, teacher_for
 from sosp.prune import Pruned, cut, repaired_cut
-from sosp.repair import Repaired
+from sosp.refit import Repaired
 from sosp.runs import DETAILS, SALIENCY, Run, write_json
 from sosp.selection.saved_saliency import keep_saliency
 from sosp.surgery.checkpoint import save

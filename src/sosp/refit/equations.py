@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from sosp.errors import DataError
-from sosp.repair.activations import Act
-from sosp.repair.inputs import Part
-from sosp.repair.layouts import Use, groups_of, matrix, take
-from sosp.repair.memory import Memory
-from sosp.repair.ridge import Rows, outputs_of
-from sosp.repair.through import Chain
-from sosp.repair.trails import Point
-from sosp.repair.watch import Listener, Taking
+from sosp.refit.activations import Act
+from sosp.refit.block_cache import Memory
+from sosp.refit.comparison_points import Point
+from sosp.refit.hooks import Listener, Taking
+from sosp.refit.inputs import Part
+from sosp.refit.layer_matrix import Use, groups_of, matrix, take
+from sosp.refit.least_squares import Rows, outputs_of
+from sosp.refit.two_layer_fit import Chain
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.repair.collect import Task
-from sosp.repair.layouts import groups_of, matrix, set_matrix
-from sosp.repair.ridge import Fit, outputs_of
-from sosp.repair.trails import scale_of
+from sosp.refit.comparison_points import scale_of
+from sosp.refit.equations import Task
+from sosp.refit.layer_matrix import groups_of, matrix, set_matrix
+from sosp.refit.least_squares import Fit, outputs_of
 
 
 def takes_shift(model: nn.Module, task: Task) -> bool:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from sosp.core.layers import is_norm, layer_type
 from sosp.graph.ops import name_of
 from sosp.graph.weighted_ops import DENSE
-from sosp.repair.layouts import Use, use_of
+from sosp.refit.layer_matrix import Use, use_of
 
 SUMS = frozenset({"add", "__add__", "__iadd__", "__radd__"})
 

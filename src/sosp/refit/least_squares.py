@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sosp.repair.measures import Measure
+from sosp.refit.layer_errors import Measure
 
 # In units of the variance of an input.
 RIDGES = (1e-10, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core.losses import classes_axis, logits_of
-from sosp.repair.inputs import Part
-from sosp.repair.measures import Measure
+from sosp.refit.inputs import Part
+from sosp.refit.layer_errors import Measure
 
 
 def answers(model: nn.Module, parts: Sequence[Part]) -> Tensor:

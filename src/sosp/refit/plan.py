@@ -16,14 +16,14 @@ from sosp.core.batches import Chunk
 from sosp.core.losses import logits_of
 from sosp.errors import SospError, StructureError
 from sosp.graph.recipe import Recipe
-from sosp.repair.activations import EVERYTHING, Act
-from sosp.repair.collect import Feed, Task
-from sosp.repair.inputs import Part
-from sosp.repair.layouts import Use, is_plain, matrix, take
-from sosp.repair.pairs import channels_of
-from sosp.repair.ridge import outputs_of
-from sosp.repair.trails import Point, Trails, follow_layers
-from sosp.repair.watch import listen
+from sosp.refit.activations import EVERYTHING, Act
+from sosp.refit.channel_map import channels_of
+from sosp.refit.comparison_points import Point, Trails, follow_layers
+from sosp.refit.equations import Feed, Task
+from sosp.refit.hooks import listen
+from sosp.refit.inputs import Part
+from sosp.refit.layer_matrix import Use, is_plain, matrix, take
+from sosp.refit.least_squares import outputs_of
 
 ROWS = 2**15  # equations at most for a layer, however many inputs there are
 BYTES = 2**28  # what their inputs may take

@@ -15,21 +15,21 @@ from sosp.core.borrow import borrowed, home
 from sosp.core.losses import NAMES as LOSSES
 from sosp.core.progress import track
 from sosp.errors import one_of, whole_number
-from sosp.repair.activations import EVERYTHING
-from sosp.repair.answers import Likeness, answers
-from sosp.repair.collect import Collector, Positions, Seen, Task, chains, equations
-from sosp.repair.inputs import Part, chunks_of, parts_of
-from sosp.repair.layouts import matrix
-from sosp.repair.level import level
-from sosp.repair.measures import Measure, divergence, squares
-from sosp.repair.memory import Memory
-from sosp.repair.pairs import recipes_between
-from sosp.repair.plan import run_both, tasks_of, together
-from sosp.repair.result import LayerError, Repaired
-from sosp.repair.ridge import Fit, Standardised, fit
-from sosp.repair.through import Through
-from sosp.repair.trails import Trails
-from sosp.repair.write import takes_shift, write
+from sosp.refit.activations import EVERYTHING
+from sosp.refit.agreement import Likeness, answers
+from sosp.refit.block_cache import Memory
+from sosp.refit.channel_map import recipes_between
+from sosp.refit.comparison_points import Trails
+from sosp.refit.equations import Collector, Positions, Seen, Task, chains, equations
+from sosp.refit.filter_scale import level
+from sosp.refit.inputs import Part, chunks_of, parts_of
+from sosp.refit.layer_errors import Measure, divergence, squares
+from sosp.refit.layer_matrix import matrix
+from sosp.refit.least_squares import Fit, Standardised, fit
+from sosp.refit.plan import run_both, tasks_of, together
+from sosp.refit.result import LayerError, Repaired
+from sosp.refit.two_layer_fit import Through
+from sosp.refit.write_back import takes_shift, write
 
 TARGETS = 2**30  # bytes of the original's values that are held at once
 UNSTEADY = "it, or what it is compared by, does not run on all of the inputs"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from sosp.core.layers import layer_type
 from sosp.core.scatter import scatter_output
-from sosp.repair.trails import Trails
-from sosp.repair.watch import Listener, known
+from sosp.refit.comparison_points import Trails
+from sosp.refit.hooks import Listener, known
 
 BYTES = 2**30  # kept at most
 

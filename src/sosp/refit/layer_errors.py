@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sosp.repair.activations import EVERYTHING, Range
+from sosp.refit.activations import EVERYTHING, Range
 
 
 @dataclass(frozen=True)

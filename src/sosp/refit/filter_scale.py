@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.repair.layouts import matrix, set_matrix
-from sosp.repair.trails import Trail, Trails
+from sosp.refit.comparison_points import Trail, Trails
+from sosp.refit.layer_matrix import matrix, set_matrix
 
 
 @torch.no_grad()

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sosp.repair.activations import Act
-from sosp.repair.measures import Measure
-from sosp.repair.ridge import RIDGES, Fit, Rows, Standardised, in_groups, outputs_of
+from sosp.refit.activations import Act
+from sosp.refit.layer_errors import Measure
+from sosp.refit.least_squares import RIDGES, Fit, Rows, Standardised, in_groups, outputs_of
 
 STEPS = 6  # at most
 DAMPING = 0.1  # of the second layer's weights

@@ -20,10 +20,10 @@ from sosp.core.layers import channel_axis, layer_type
 from sosp.core.scatter import Scatter
 from sosp.graph.labels import SAME
 from sosp.graph.ops import DROPOUTS, name_of
-from sosp.repair.activations import ACTIVATIONS, CLIPS, EVERYTHING, Act, Range, activation, unchanged
-from sosp.repair.layouts import Use
-from sosp.repair.spans import Held, Span, versions
-from sosp.repair.watch import SUMS, Watch, known
+from sosp.refit.activations import ACTIVATIONS, CLIPS, EVERYTHING, Act, Range, activation, unchanged
+from sosp.refit.hooks import SUMS, Watch, known
+from sosp.refit.layer_matrix import Use
+from sosp.refit.module_spans import Held, Span, versions
 
 PRODUCTS = frozenset({"mul", "__mul__", "__imul__", "__rmul__", "multiply"})
 
