@@ -30,9 +30,9 @@ from sosp.expansion import (
     run_courses,
     settled,
 )
-from sosp.expansion.start import is_untouched
 from sosp.nets import Width
 from sosp.training import Schedule
+from sosp.training.initial_statistics import is_untouched
 from test_preserve import check_unchanged
 
 ONE = Schedule(epochs=1, batch=50, rate=0.05, shape="cosine")

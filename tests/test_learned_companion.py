@@ -47,7 +47,7 @@ def by_hand(with_labels: bool, with_ones: bool = True) -> list[Tensor]:
     model = copy.deepcopy(network())
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     for number in range(2):
-        for x, y in sosp.training.sources.Pair(X, Y).epoch(number, batch=8, seed=0):
+        for x, y in sosp.training.user_data.Pair(X, Y).epoch(number, batch=8, seed=0):
             optimiser.zero_grad()
             out = model(x)
             labels = F.cross_entropy(out, y, reduction="sum") / len(y)

@@ -105,7 +105,7 @@ def test_a_step_by_hand() -> None:
     told: Any = started.discriminator
     assert [layer.out_features for layer in told if isinstance(layer, nn.Linear)] == [*WIDTHS, 1]
     twin, mask = network().train(), torch.ones(4, dtype=torch.float64, requires_grad=True)
-    x, _ = next(iter(sosp.training.sources.Pair(X, Y).epoch(0, batch=12, seed=0)))
+    x, _ = next(iter(sosp.training.user_data.Pair(X, Y).epoch(0, batch=12, seed=0)))
     mine = twin[3](torch.relu(twin[1](twin[0](x)) * mask))
     theirs = network().eval()(x).detach()
     sure = torch.sigmoid(told(mine))

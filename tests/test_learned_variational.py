@@ -72,7 +72,7 @@ def test_a_step_by_hand(prior: float | None) -> None:
     mean, log = model[1].weight.detach().clone(), torch.zeros(4, dtype=torch.float64)
     p |= {"beta": model[1].bias.detach() / mean, "mean": mean, "log": log}
     leaves = {n: q.requires_grad_() for n, q in p.items()}
-    x, y = next(iter(sosp.training.sources.Pair(X, Y).epoch(0, batch=12, seed=0)))
+    x, y = next(iter(sosp.training.user_data.Pair(X, Y).epoch(0, batch=12, seed=0)))
     noise = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     deviation = 0.1 * mean.detach().abs() * leaves["log"].exp()
     loss = F.cross_entropy(forward(leaves, x, leaves["mean"] + deviation * noise), y)

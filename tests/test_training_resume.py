@@ -26,7 +26,7 @@ import training_worker
 from sosp import Schedule
 from sosp.core.files import read, write
 from sosp.errors import CheckpointError, TrainingError
-from sosp.training import CheckpointWarning, loop, state
+from sosp.training import CheckpointWarning, checkpoints, loop
 from training_worker import (
     KILLED,
     KILLS,
@@ -154,8 +154,8 @@ def test_large_checkpoints_after_short_epochs_are_apart(
     """The last epoch is always saved: who trained to the end does not train again."""
     monkeypatch.setattr(loop, "LARGE", large)
     monkeypatch.setattr(loop, "APART", apart)
-    found, keep = [], state.save
-    monkeypatch.setattr(state, "save", lambda *given: found.append(given[3].epoch) or keep(*given))
+    found, keep = [], checkpoints.save
+    monkeypatch.setattr(checkpoints, "save", lambda *given: found.append(given[3].epoch) or keep(*given))
     whole = run(normed(), tmp_path)
     assert found == saved
     again = run(normed(), tmp_path)

@@ -10,7 +10,7 @@ from sosp.expansion.expand import Choice, Expanded, choice_of, chosen, expand, i
 from sosp.expansion.growth import Growth, growth_of
 from sosp.expansion.plan import Course, Plan, Setup
 from sosp.expansion.points import Point, Points
-from sosp.expansion.start import settled
+from sosp.training.initial_statistics import settled
 
 __all__ = [
     "expand", "init_or_trained", "run_courses", "Plan", "Setup", "Course", "Expanded", "Choice", "Point", "Points",

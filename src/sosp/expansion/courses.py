@@ -20,7 +20,6 @@ from sosp.errors import ArgumentError, DisconnectedError
 from sosp.expansion.keeping import claim
 from sosp.expansion.plan import Course, Plan, Setup
 from sosp.expansion.points import Point, Points
-from sosp.expansion.start import settled
 from sosp.graph.cost import Cost, count
 from sosp.graph.mask import Mask
 from sosp.prune import cut
@@ -28,6 +27,7 @@ from sosp.selection.select import select
 from sosp.surgery.checkpoint import inspect, save
 from sosp.surgery.shrink import shrink
 from sosp.training import Trained, evaluate, train
+from sosp.training.initial_statistics import settled
 
 TOGETHER = 8  # networks that are trained side by side
 AFRESH = 1000  # between the seeds of two cycles, so that the second one shuffles otherwise

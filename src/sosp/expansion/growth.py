@@ -17,7 +17,7 @@ from sosp.graph.layout import Layout
 from sosp.graph.wiring import trace as wiring
 from sosp.nets import Width
 from sosp.surgery.widen import widen_along, widened
-from sosp.training.sources import moved
+from sosp.training.user_data import moved
 
 Factors = Mapping[str, float]  # layer -> factor; layers that are not named keep their width
 Make = Callable[[Width], nn.Module]

@@ -18,10 +18,10 @@ from sosp.criteria.method import refuse_unsuited
 from sosp.data.source import generator
 from sosp.errors import ArgumentError, DataError
 from sosp.graph.structures import find_structures
-from sosp.training.dice import apart
 from sosp.training.feed import Feed
+from sosp.training.randomness import apart
 from sosp.training.schedule import Schedule, schedule_of
-from sosp.training.sources import both, is_source, moved, read
+from sosp.training.user_data import both, is_source, moved, read
 
 ROWS = 2  # of the example
 

@@ -27,7 +27,7 @@ from sosp.learned.slimming import scales_of
 from sosp.runs import is_run, network_of
 from sosp.selection.select import select
 from sosp.surgery.checkpoint import inspect
-from sosp.training.sources import moved
+from sosp.training.user_data import moved
 
 ROWS = 8  # of the example
 FLEXIBLE = ("sosp", "torchvision", "timm")  # sources whose networks get as many outputs as the data has classes

@@ -1,13 +1,13 @@
 """Train, evaluate and recalibrate networks; nothing here knows of pruning."""
 
-from sosp.training.begin import train
-from sosp.training.companion import Companion
+from sosp.training.callback import Companion
+from sosp.training.checkpoints import CheckpointWarning
 from sosp.training.evaluation import Accuracy, evaluate
 from sosp.training.recalibration import recalibrate
 from sosp.training.results import Epoch, Moment, Trained
 from sosp.training.schedule import SCHEDULES, Schedule
 from sosp.training.speed import SlowTrainingWarning, Speed
-from sosp.training.state import CheckpointWarning
+from sosp.training.start import train
 
 __all__ = [
     "train",

@@ -16,10 +16,10 @@ from sosp.core.borrow import home, same_random_numbers, same_state
 from sosp.core.progress import track
 from sosp.data import Resident
 from sosp.errors import DataError, whole_number
-from sosp.training.memory import outputs_of
 from sosp.training.objective import classes_of, correct, loss_sum, refuse_labels
+from sosp.training.out_of_memory import outputs_of
 from sosp.training.schedule import Schedule
-from sosp.training.sources import as_source, is_source, moved, read, seen_span, whole_span
+from sosp.training.user_data import as_source, is_source, moved, read, seen_span, whole_span
 
 BATCH = 256
 SMALL = {"cpu": 100, "cuda": 1000}  # of images that rest in memory: what the caches hold, what fills a GPU

@@ -13,8 +13,8 @@ from torch.utils.data.distributed import DistributedSampler
 from sosp.core import distributed
 from sosp.data.source import generator
 from sosp.errors import DataError
-from sosp.training.dice import apart
-from sosp.training.sources import is_source, moved, read, rows_of, seen_span, whole_span
+from sosp.training.randomness import apart
+from sosp.training.user_data import is_source, moved, read, rows_of, seen_span, whole_span
 
 
 class Batch(NamedTuple):

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from sosp.core import distributed
 from sosp.core.batches import call
 from sosp.surgery.pad_widths import Room
-from sosp.training.companion import Companion
+from sosp.training.callback import Companion
 from sosp.training.feed import Batch
-from sosp.training.norms import over_all_ranks
 from sosp.training.objective import classes_of, correct, loss_sum, refuse_labels
 from sosp.training.schedule import Schedule
 from sosp.training.speed import Speed
+from sosp.training.sync_norms import over_all_ranks
 
 
 class Learner:

@@ -17,18 +17,18 @@ from sosp.core import distributed
 from sosp.core.batches import first_rows
 from sosp.data.source import generator
 from sosp.errors import ArgumentError, DataError, TrainingError
-from sosp.training import state
-from sosp.training.dice import draw_from
+from sosp.training import checkpoints
+from sosp.training.cuda_graphs import Graphed, step_all
 from sosp.training.evaluation import Accuracy, evaluate
 from sosp.training.feed import Batch, Feed, shared
-from sosp.training.graphs import Graphed, step_all
 from sosp.training.interrupt import Stop
 from sosp.training.learner import Learner
-from sosp.training.memory import explained
-from sosp.training.norms import not_lonely
+from sosp.training.out_of_memory import explained
+from sosp.training.randomness import draw_from
 from sosp.training.results import Epoch, Moment, Trained
 from sosp.training.schedule import Schedule
-from sosp.training.sources import both
+from sosp.training.sync_norms import not_lonely
+from sosp.training.user_data import both
 
 GLANCE = 0.25  # seconds between two looks at the sums, which a GPU has to be waited for
 LARGE, APART = 2**26, 30.0  # bytes from which checkpoints after short epochs are so many seconds apart
@@ -80,10 +80,10 @@ class Job:
         }
         self.feeds = [made[seeds[n]] for n in learners]
         self.steps = self.feeds[0].steps
-        self.identity = state.Identity.of(learners, schedule, seeds, self.feeds[0].examples)
+        self.identity = checkpoints.Identity.of(learners, schedule, seeds, self.feeds[0].examples)
         self.graphed = Graphed(list(learners.values())) if self.speed.graph else None
         self.history: dict[str, list[Epoch]] = {n: [] for n in learners}
-        self.place = state.Place()
+        self.place = checkpoints.Place()
         self.stop = Stop()
         self.looked = self.saved = self.spoke = 0.0  # when
 
@@ -103,7 +103,7 @@ class Job:
 
     def _resume(self) -> None:
         folder = self.saving.folder
-        found = state.resume(folder, self.learners, self.identity) if folder is not None else None
+        found = checkpoints.resume(folder, self.learners, self.identity) if folder is not None else None
         if found is not None:
             self.place = found.place
             self.history = {n: [Epoch.read(e) for e in found.history[n]] for n in self.learners}
@@ -122,7 +122,7 @@ class Job:
         begun -= self.place.seconds  # those before a checkpoint count as well
         for k, batches in enumerate(self._batches(number), self.place.batch):
             self._step(batches, self.schedule.rate_at(number, k / self.steps))
-            self.place = state.Place(number, k + 1, time.monotonic() - begun)
+            self.place = checkpoints.Place(number, k + 1, time.monotonic() - begun)
             self._look()
             self._stop_if_wanted()
             if time.monotonic() - self.saved >= self.saving.every and k + 1 < self.steps:
@@ -193,7 +193,7 @@ class Job:
                 )
 
     def _complaint(self, what: str, name: str, step: int) -> str:
-        known = state.files(self.saving.folder) if self.saving.folder is not None else []
+        known = checkpoints.files(self.saving.folder) if self.saving.folder is not None else []
         last = f"The last good checkpoint is {known[0]}." if known else "There is no checkpoint of this training yet."
         where = f"step {step + 1} (epoch {step // self.steps + 1})"
         return f"{what} at {where}, with rate {self._rate(step):g}. {last} {self._advice(name, step)}"
@@ -227,7 +227,7 @@ class Job:
             self.history[name].append(epoch)
             if self.told.on_epoch is not None:
                 self.told.on_epoch(name, epoch)
-        self.place = state.Place(number + 1)
+        self.place = checkpoints.Place(number + 1)
         self._stop_if_wanted()
         if number + 1 == self.schedule.epochs or self._is_time_to_save():
             self._save()
@@ -251,7 +251,7 @@ class Job:
             return
         if all(int(a.bad) < 0 and a.is_finite() for a in self.learners.values()):
             history = {n: [asdict(e) for e in epochs] for n, epochs in self.history.items()}
-            state.save(self.saving.folder, self.learners, self.identity, self.place, history)
+            checkpoints.save(self.saving.folder, self.learners, self.identity, self.place, history)
 
 
 def _of(name: str) -> str:

@@ -13,11 +13,11 @@ from sosp.core import distributed
 from sosp.core.borrow import home, same_random_numbers
 from sosp.data.source import generator
 from sosp.errors import DataError, whole_number
-from sosp.training.dice import apart
 from sosp.training.feed import Batch, dealt, in_order
-from sosp.training.memory import outputs_of
-from sosp.training.norms import not_lonely, over_all_ranks
-from sosp.training.sources import Pair, as_source, count, halves, is_pair, is_source, moved
+from sosp.training.out_of_memory import outputs_of
+from sosp.training.randomness import apart
+from sosp.training.sync_norms import not_lonely, over_all_ranks
+from sosp.training.user_data import Pair, as_source, count, halves, is_pair, is_source, moved
 
 Norm = nn.modules.batchnorm._BatchNorm
 

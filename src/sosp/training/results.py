@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from sosp.training.companion import Companion
+from sosp.training.callback import Companion
 from sosp.training.evaluation import Accuracy
 
 

@@ -12,13 +12,13 @@ from torch import nn
 from sosp.core.borrow import home, refuse_uninitialised
 from sosp.errors import ArgumentError, whole_number
 from sosp.surgery.pad_widths import Room, with_room
-from sosp.training.companion import Companion
-from sosp.training.dice import chance
+from sosp.training.callback import Companion
 from sosp.training.learner import Learner
 from sosp.training.loop import Job, OnEpoch, OnStep, Saving, Told
+from sosp.training.randomness import chance
 from sosp.training.schedule import Schedule, schedule_of
-from sosp.training.sources import both, is_source, moved
 from sosp.training.speed import Speed, fastest_kernels
+from sosp.training.user_data import both, is_source, moved
 
 LOOK = 4  # examples that a network is followed with
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from sosp.errors import SospError
 from sosp.training.feed import Batch
 from sosp.training.learner import Learner
-from sosp.training.memory import is_out_of_memory
+from sosp.training.out_of_memory import is_out_of_memory
 from sosp.training.speed import SlowTrainingWarning
 
 WARMUP = 3  # steps before a graph is captured: cuDNN chooses its kernels, the optimiser makes its buffers
