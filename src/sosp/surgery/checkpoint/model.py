@@ -61,7 +61,8 @@ def refuse_hooks(model: nn.Module) -> None:
         if any(isinstance(hook, GateHook | InputHook | ZeroWeights) for hook in hooks):
             raise CheckpointError(
                 "the model is masked, which a checkpoint does not hold. Shrink it with sosp.shrink; or save the model "
-                "that was masked with mask=..., and mask it again after loading: sosp.surgery.checkpoint.inspect(path).mask."
+                "that was masked with mask=..., and mask it again after loading: "
+                "sosp.surgery.checkpoint.inspect(path).mask."
             )
 
 
