@@ -32,23 +32,22 @@ ALLOWED = {
     "kfac": "errors core factors passes",
     "statistics": "core jets passes gauss_newton",
     "criteria": "errors core graph passes curvature gauss_newton kfac statistics",
-    "eigendamage": "errors core graph selection surgery passes kfac criteria",
+    "baselines": "errors core graph selection surgery data training passes kfac criteria",
     "bottlenecks": "errors core graph selection surgery",
     "prune": "errors core graph selection surgery refit criteria",
-    "learned": "errors core graph data training criteria",
-    "comparison": "errors core graph selection surgery refit data training criteria eigendamage",
+    "comparison": "errors core graph selection surgery refit data training criteria baselines",
     "expansion": "errors core graph selection surgery nets data training bottlenecks prune comparison",
     "models": "errors core surgery nets",
     "options": "errors",
     "config": "errors core graph selection nets training criteria comparison expansion options",
     "runs": "errors config",
-    "pipeline": "errors core graph selection surgery refit nets data training criteria bottlenecks prune learned "
-    "comparison expansion models config runs",
+    "pipeline": "errors core graph selection surgery refit nets data training criteria baselines bottlenecks "
+    "prune comparison expansion models config runs",
     "report": "errors selection surgery training criteria comparison models config runs",
-    "experiments": "errors core graph selection surgery nets data training criteria eigendamage learned comparison "
-    "expansion models runs pipeline",
-    "sosp": "errors core graph selection surgery refit nets data training passes criteria eigendamage "
-    "bottlenecks prune learned comparison expansion experiments",
+    "experiments": "errors core graph selection surgery nets data training criteria baselines comparison expansion "
+    "models runs pipeline",
+    "sosp": "errors core graph selection surgery refit nets data training passes criteria baselines "
+    "bottlenecks prune comparison expansion experiments",
     "demo": "errors runs sosp",
     "cli": "errors core graph selection surgery training comparison models options config runs pipeline "
     "report experiments sosp demo",

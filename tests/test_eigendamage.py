@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import sosp
 from cases import Case, case
 from oracles import kfac as oracle
-from sosp.criteria.eigendamage import choose, rotate
-from sosp.eigendamage import Bottleneck, Eigendamaged, eigendamage, rebuild
+from sosp.baselines.eigenbasis_costs import choose, rotate
+from sosp.baselines.eigendamage import Bottleneck, Eigendamaged, eigendamage, rebuild
 from sosp.errors import ArgumentError, CheckpointError, DataError, SospError, StructureError, SurgeryError
 from sosp.kfac import Factor
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 import sosp
 from learned_digits import SCHEDULE, accuracy, digits
+from sosp.baselines.amc_agent import Agent, Habits, Transition, follow, truncated_normal
+from sosp.baselines.amc_budget import Budget, budget_of
+from sosp.baselines.amc_features import STATES, features_of
+from sosp.baselines.amc_search import Walk, Walker, transitions
 from sosp.errors import ArgumentError
-from sosp.learned.amc import Walk, Walker, transitions
-from sosp.learned.budget import Budget, budget_of
-from sosp.learned.ddpg import Agent, Habits, Transition, follow, truncated_normal
-from sosp.learned.features import STATES, features_of
 
 X = torch.randn(6, 2, 8, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(6) % 3

@@ -10,8 +10,8 @@ import torch
 import sosp
 from commands import QUICK, call, refusal
 from sosp import models
+from sosp.baselines import Slimming
 from sosp.errors import StructureError
-from sosp.learned import Slimming
 
 BARE = """
 from torch import nn

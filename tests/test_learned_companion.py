@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sosp
-from sosp.learned import Slimming
-from sosp.learned.gal import Adversary
-from sosp.learned.variational import GaussianScales
+from sosp.baselines import Slimming
+from sosp.baselines.gal_training import Adversary
+from sosp.baselines.variational_training import GaussianScales
 from sosp.training import Companion, SlowTrainingWarning, Speed
 
 X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))

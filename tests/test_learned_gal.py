@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import sosp
 from learned_digits import SCHEDULE, accuracy, by_chance, digits, known
+from sosp.baselines.fista import Fista, proximal_step
+from sosp.baselines.fold_gates import fold
+from sosp.baselines.gal_training import WIDTHS, Adversary
 from sosp.core.gates import along, gated
 from sosp.errors import ArgumentError, StructureError
-from sosp.learned.fista import Fista, proximal_step
-from sosp.learned.folding import fold
-from sosp.learned.gal import WIDTHS, Adversary
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(12) % 2

@@ -11,8 +11,8 @@ from torch import nn
 
 import sosp
 from learned_digits import SCHEDULE, accuracy, by_chance, digits, fresh
+from sosp.baselines import Slimming
 from sosp.errors import ArgumentError, StructureError
-from sosp.learned import Slimming
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(12) % 2

@@ -11,8 +11,8 @@ from torch.distributions import Normal, kl_divergence
 
 import sosp
 from learned_digits import SCHEDULE, accuracy, by_chance, digits, known
+from sosp.baselines.variational_training import SMALLEST, GaussianScales, divergence
 from sosp.errors import ArgumentError, StructureError
-from sosp.learned.variational import SMALLEST, GaussianScales, divergence
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(12) % 2

@@ -10,12 +10,13 @@ tuned = sosp.train(small, sosp.data.load("cifar10", "datasets/"), "cifar")    # 
 sosp.save("small.safetensors", tuned.model, mask)
 """
 
-from sosp import data, errors, experiments, learned, nets
+from sosp import baselines as learned
+from sosp import data, errors, experiments, nets
+from sosp.baselines.eigendamage import Eigendamaged, eigendamage
 from sosp.bottlenecks import Bottlenecks, bottlenecks
 from sosp.comparison import compare
 from sosp.core.records import Layer, Saliency, Structures
 from sosp.criteria import METHODS, score
-from sosp.eigendamage import Eigendamaged, eigendamage
 from sosp.expansion import expand
 from sosp.graph import Flow, trace
 from sosp.graph.cost import Cost, count

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from sosp.baselines.eigendamage import eigendamage
 from sosp.comparison.work import Work
 from sosp.core.records import Saliency
 from sosp.criteria import METHODS
-from sosp.eigendamage import eigendamage
 from sosp.graph.cost import Cost, alternative, count
 from sosp.graph.layout import Style
 from sosp.graph.mask import Mask

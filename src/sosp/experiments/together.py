@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from sosp.baselines import Slimming
 from sosp.data import Dataset
 from sosp.experiments.bench import Bench
-from sosp.learned import Slimming
 from sosp.pipeline import Watcher
 from sosp.runs import read_json, write_json
 from sosp.training import Epoch, Schedule, Trained, train

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sosp import models
+from sosp.baselines.slimming import scales_of
 from sosp.config import Config, Data, Pruning, Training
 from sosp.core.batches import call
 from sosp.core.losses import logits_of
@@ -23,7 +24,6 @@ from sosp.data import load as load_data
 from sosp.errors import ArgumentError, CheckpointError, DataError, DisconnectedError
 from sosp.graph.mask import Mask
 from sosp.graph.structures import downsampling, excluded_names, find_structures
-from sosp.learned.slimming import scales_of
 from sosp.runs import is_run, network_of
 from sosp.selection.select import select
 from sosp.surgery.checkpoint import inspect

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from sosp.baselines import Slimming
 from sosp.config import Pruning, Training
 from sosp.core import distributed
 from sosp.core.records import Saliency
@@ -20,7 +21,6 @@ from sosp.graph.cost import Cost, count
 from sosp.graph.latency import latency
 from sosp.graph.layout import Style
 from sosp.graph.mask import Mask
-from sosp.learned import Slimming
 from sosp.pipeline.comparing import run_comparison
 from sosp.pipeline.details import details, narrow_places
 from sosp.pipeline.expanding import run_expansion

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sosp.baselines.arguments import number
 from sosp.errors import StructureError
-from sosp.learned.given import number
 from sosp.training import Companion
 
 Norm = nn.modules.batchnorm._BatchNorm

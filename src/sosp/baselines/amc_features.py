@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sosp.baselines.amc_budget import Budget
 from sosp.core.batches import call
 from sosp.core.borrow import borrowed
-from sosp.learned.budget import Budget
 
 STATES = 11
 

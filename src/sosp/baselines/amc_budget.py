@@ -9,10 +9,10 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from sosp.baselines.arguments import number
 from sosp.core.records import Structures
 from sosp.errors import ArgumentError
 from sosp.graph.cost import cost_of, whole_cost
-from sosp.learned.given import number
 
 
 @dataclass(frozen=True, eq=False)

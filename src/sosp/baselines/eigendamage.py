@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from sosp.baselines.eigenbasis_costs import Removed, Rotated, choose, rotate
 from sosp.core import distributed
 from sosp.core.batches import Chunk, read, share
 from sosp.core.borrow import borrowed
 from sosp.core.losses import LossLike
 from sosp.core.losses import check as check_loss
 from sosp.core.records import Structures
-from sosp.criteria.eigendamage import Removed, Rotated, choose, rotate
 from sosp.errors import CheckpointError, DataError, StructureError, SurgeryError, one_of
 from sosp.graph.cost import Cost, count, whole_cost
 from sosp.graph.recipe import exchange

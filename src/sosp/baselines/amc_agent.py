@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sosp.learned.perceptron import perceptron
+from sosp.baselines.perceptron import perceptron
 
 
 @dataclass(frozen=True)

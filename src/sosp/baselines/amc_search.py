@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sosp.baselines.amc_agent import Agent, Transition
+from sosp.baselines.amc_budget import Budget, budget_of
+from sosp.baselines.amc_features import STATES, Features, features_of
+from sosp.baselines.arguments import example_of, structures_of, validation
 from sosp.core.progress import track
 from sosp.core.records import Structures
 from sosp.criteria import score
 from sosp.errors import whole_number
 from sosp.graph.mask import Mask, masked
-from sosp.learned.budget import Budget, budget_of
-from sosp.learned.ddpg import Agent, Transition
-from sosp.learned.features import STATES, Features, features_of
-from sosp.learned.given import example_of, structures_of, validation
 from sosp.training import evaluate
 
 MEMORY = 100  # episodes

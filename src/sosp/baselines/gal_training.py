@@ -13,6 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from sosp.baselines.arguments import example_of, examples_in, number, schedule_for, structures_of
+from sosp.baselines.fista import Fista
+from sosp.baselines.fold_gates import fold, refuse_unfoldable
+from sosp.baselines.learned import Learned
+from sosp.baselines.perceptron import perceptron
 from sosp.core import distributed
 from sosp.core.batches import call
 from sosp.core.borrow import borrowed
@@ -21,11 +26,6 @@ from sosp.core.losses import logits_of
 from sosp.core.records import Saliency, Structures
 from sosp.errors import whole_number
 from sosp.graph.mask import Mask
-from sosp.learned.fista import Fista
-from sosp.learned.folding import fold, refuse_unfoldable
-from sosp.learned.given import example_of, examples_in, number, schedule_for, structures_of
-from sosp.learned.perceptron import perceptron
-from sosp.learned.result import Learned
 from sosp.training import Companion, Schedule, train
 from sosp.training.loop import OnEpoch
 
