@@ -11,9 +11,9 @@ from torch import Tensor
 
 import sosp
 from sosp.comparison import Plan
-from sosp.criteria import Method
-from sosp.criteria.filters import summed
-from sosp.passes import Problem
+from sosp.scoring.criteria.filters import summed
+from sosp.scoring.method import Method
+from sosp.scoring.passes import Problem
 
 
 def activity(problem: Problem, options: object) -> Tensor:

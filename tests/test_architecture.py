@@ -21,33 +21,26 @@ ALLOWED = {
     "selection": "errors core graph",
     "surgery": "errors core graph",
     "refit": "errors core graph surgery",
+    "scoring": "errors core graph",
     "nets": "errors",
     "data": "errors core",
     "training": "errors core surgery data",
-    "factors": "errors core",
-    "jets": "",
-    "passes": "errors core jets",
-    "curvature": "errors core jets passes",
-    "gauss_newton": "core factors jets passes",
-    "kfac": "errors core factors passes",
-    "statistics": "core jets passes gauss_newton",
-    "criteria": "errors core graph passes curvature gauss_newton kfac statistics",
-    "baselines": "errors core graph selection surgery data training passes kfac criteria",
+    "baselines": "errors core graph selection surgery scoring data training",
     "bottlenecks": "errors core graph selection surgery",
-    "prune": "errors core graph selection surgery refit criteria",
-    "comparison": "errors core graph selection surgery refit data training criteria baselines",
+    "prune": "errors core graph selection surgery refit scoring",
+    "comparison": "errors core graph selection surgery refit scoring data training baselines",
     "expansion": "errors core graph selection surgery nets data training bottlenecks prune comparison",
     "models": "errors core surgery nets",
     "options": "errors",
-    "config": "errors core graph selection nets training criteria comparison expansion options",
+    "config": "errors core graph selection scoring nets training comparison expansion options",
     "runs": "errors config",
-    "pipeline": "errors core graph selection surgery refit nets data training criteria baselines bottlenecks "
+    "pipeline": "errors core graph selection surgery refit scoring nets data training baselines bottlenecks "
     "prune comparison expansion models config runs",
-    "report": "errors selection surgery training criteria comparison models config runs",
-    "experiments": "errors core graph selection surgery nets data training criteria baselines comparison expansion "
+    "report": "errors selection surgery scoring training comparison models config runs",
+    "experiments": "errors core graph selection surgery scoring nets data training baselines comparison expansion "
     "models runs pipeline",
-    "sosp": "errors core graph selection surgery refit nets data training passes criteria baselines "
-    "bottlenecks prune comparison expansion experiments",
+    "sosp": "errors core graph selection surgery refit scoring nets data training baselines bottlenecks "
+    "prune comparison expansion experiments",
     "demo": "errors runs sosp",
     "cli": "errors core graph selection surgery training comparison models options config runs pipeline "
     "report experiments sosp demo",

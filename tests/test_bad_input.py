@@ -76,7 +76,7 @@ def test_an_infinite_loss_names_its_example(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_example_keeps_its_place_when_batches_are_cut(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sosp.passes.CPU_CHUNK", 1)  # four examples at a time
+    monkeypatch.setattr("sosp.scoring.passes.CPU_CHUNK", 1)  # four examples at a time
     c = case("mlp")
     data = [(c.inputs.clone(), c.targets)]
     data[0][0][6] = float("nan")

@@ -181,7 +181,7 @@ def test_small_chunks_do_not_matter(method: str, monkeypatch: pytest.MonkeyPatch
     """Large networks are run a few examples at a time: four is the least on a CPU."""
     c = case("softplus")
     wanted = scores(c.model, (c.inputs, c.targets), method)
-    monkeypatch.setattr("sosp.passes.CPU_CHUNK", 1)
+    monkeypatch.setattr("sosp.scoring.passes.CPU_CHUNK", 1)
     assert close(scores(c.model, pieces(c, 1, 7, 2), method), wanted)
 
 

@@ -14,8 +14,8 @@ import sosp
 from cases import Case, case, names, real_targets
 from oracles import baselines, counts, dense, gauss_newton
 from oracles.theta import thetas
-from sosp import statistics
-from sosp.criteria import fisher, taylor
+from sosp.scoring import example_gradients
+from sosp.scoring.criteria import fisher, taylor
 
 # Sums of a few hundred numbers of size one, in another order.
 EXACT = 1e-10
@@ -143,7 +143,7 @@ def test_all_the_data_counts_and_nothing_but_the_data(method: str, monkeypatch: 
     whole = scores(c, method, data=[(c.inputs, c.targets)])
     for data in (unequal(c.inputs, c.targets), [(x[None], y[None]) for x, y in zip(c.inputs, c.targets, strict=True)]):
         assert off(scores(c, method, data=data), whole) < EXACT
-    monkeypatch.setattr("sosp.passes.CPU_CHUNK", 1)
+    monkeypatch.setattr("sosp.scoring.passes.CPU_CHUNK", 1)
     assert off(scores(c, method, data=[(c.inputs, c.targets)]), whole) < EXACT
     assert off(scores(c, method, data=unequal(c.inputs, c.targets)[-1:]), whole) > 1e-3
 
@@ -194,12 +194,12 @@ def test_minibatches_are_the_same_for_any_number_of_processes(ranks: int, monkey
     """Process r of R holds the examples r, r + R, ...: each must go to the minibatch it has in all the data."""
     size, found = 4, {}
     for rank in range(ranks):
-        monkeypatch.setattr(statistics.ranks, "rank", lambda rank=rank: rank)
-        monkeypatch.setattr(statistics.ranks, "ranks", lambda: ranks)
+        monkeypatch.setattr(example_gradients.ranks, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(example_gradients.ranks, "ranks", lambda: ranks)
         mine = list(range(rank, 23, ranks))
         for start in range(0, len(mine), 5):  # chunks of five
             part = mine[start : start + 5]
-            for b, low, high in statistics._spans(start, len(part), size):
+            for b, low, high in example_gradients._spans(start, len(part), size):
                 found |= dict.fromkeys(part[low:high], b)
     assert found == {i: i // size for i in range(23)}
 
@@ -240,10 +240,10 @@ def test_the_slow_way_finds_the_same(name: str, method: str, monkeypatch: pytest
 
     @contextmanager
     def broken(*_: Any) -> Any:
-        raise sosp.passes.jets.Unsupported("not today")
+        raise sosp.scoring.jets.Unsupported("not today")
         yield
 
-    monkeypatch.setattr(statistics, "jet_gates", broken)
+    monkeypatch.setattr(example_gradients, "jet_gates", broken)
     with pytest.warns(sosp.SlowPathWarning):
         assert off(scores(c, method), wanted) < EXACT
 

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import sosp
 from cases import Case, case, names
 from sosp.core.records import SCOPES
-from sosp.criteria.method import NEEDS, Method, refuse_unsuited
 from sosp.errors import ArgumentError, DataError, LossError, StructureError
 from sosp.graph.structures import KINDS
+from sosp.scoring.method import NEEDS, Method, refuse_unsuited
 
 RANKS_NOTHING = {"training", "rotation"}  # needs of methods whose result comes another way
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import sosp
 from cases import Case, case, names, real_targets
 from oracles import correlation, dense, differences, gauss_newton, theta
-from sosp import curvature, passes
-from sosp import gauss_newton as gauss_newton_module
 from sosp.core.batches import read
 from sosp.core.borrow import borrowed
+from sosp.scoring import derivatives, passes
+from sosp.scoring import gauss_newton as gauss_newton_module
 
 # float64 sums of at most a few hundred terms of order one: 1e-15 each, 1e-12 with room for cancellation.
 EXACT = 1e-11
@@ -198,14 +198,14 @@ def problem() -> Iterator[tuple[Case, passes.Problem]]:
         yield c, passes.Problem(c.model, found, "cross_entropy", list(read((c.inputs, c.targets), None, None)))
 
 
-@pytest.mark.parametrize("way", list(curvature.hessian_ways()))
+@pytest.mark.parametrize("way", list(derivatives.hessian_ways()))
 def test_every_way_to_the_hessian_gives_the_same(problem: tuple[Case, passes.Problem], way: str) -> None:
     c, p = problem
     chunk = next(iter(p.chunks))
     d = torch.linspace(-1, 2, len(p.structures), dtype=torch.float64)
     thetas = theta.thetas(c.model, c.layers, "features")
     wanted = dense.pairs(c.model, thetas, c.inputs, c.targets, "cross_entropy") @ d
-    _, second = curvature.hessian_ways()[way](p, chunk, d)
+    _, second = derivatives.hessian_ways()[way](p, chunk, d)
     assert off(second / chunk.size, wanted) < EXACT
 
 
@@ -221,9 +221,9 @@ def test_chunks_that_do_not_fit_are_halved_and_nothing_is_lost(
         sizes.append(chunk.size)
         return real(problem, chunk)
 
-    real = curvature._gradient_jets
-    monkeypatch.setattr(curvature, "_gradient_jets", narrow)
-    terms = curvature.gradient(p)
+    real = derivatives._gradient_jets
+    monkeypatch.setattr(derivatives, "_gradient_jets", narrow)
+    terms = derivatives.gradient(p)
     thetas = theta.thetas(c.model, c.layers, "features")
     assert sum(sizes) == terms.examples == 10
     assert len(sizes) > 3

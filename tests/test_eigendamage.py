@@ -18,7 +18,7 @@ from oracles import kfac as oracle
 from sosp.baselines.eigenbasis_costs import choose, rotate
 from sosp.baselines.eigendamage import Bottleneck, Eigendamaged, eigendamage, rebuild
 from sosp.errors import ArgumentError, CheckpointError, DataError, SospError, StructureError, SurgeryError
-from sosp.kfac import Factor
+from sosp.scoring.kronecker import Factor
 
 TREATED = ["mlp", "mlp-nobias", "conv-bn", "conv-nobn", "residual", "preact", "concat", "shared", "conv1d", "attention"]
 SAME = {"rtol": 1e-10, "atol": 1e-10}

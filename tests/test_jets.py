@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sosp.jets import Gate, Jet, Unsupported, gate
-from sosp.jets.convolution import FrozenConv, conv_plan, side_by_side
-from sosp.jets.sums import channel_sums
-from sosp.jets.trust import require_trust
+from sosp.scoring.jets import Gate, Jet, Unsupported, gate
+from sosp.scoring.jets.channel_sums import channel_sums
+from sosp.scoring.jets.convolution import FrozenConv, conv_plan, side_by_side
+from sosp.scoring.jets.trust import require_trust
 
 EXACT = 1e-12
 Op = Callable[[Tensor], Tensor]

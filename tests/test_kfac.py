@@ -11,8 +11,8 @@ from oracles import kfac as oracle
 from sosp.core.batches import read
 from sosp.core.borrow import borrowed
 from sosp.errors import DataError, LossError, SospError, StructureError
-from sosp.kfac import FISHERS, Factor, kronecker, patches, unknown
-from sosp.passes import Problem
+from sosp.scoring.kronecker import FISHERS, Factor, kronecker, patches, unknown
+from sosp.scoring.passes import Problem
 
 EXACT = {"rtol": 1e-10, "atol": 1e-13}
 LINEAR_AND_CONVOLUTIONS = ["mlp", "mlp-nobias", "conv-bn", "conv-nobn", "residual", "shared", "conv1d", "attention"]
@@ -77,7 +77,7 @@ def test_batches_do_not_matter(fisher: str, sizes: tuple[int, ...]) -> None:
 def test_one_example_at_a_time_runs_twice_and_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     c = case("residual")
     whole = found(c, fisher="exact")
-    monkeypatch.setattr("sosp.passes.chunk_size", lambda *_: 1)
+    monkeypatch.setattr("sosp.scoring.passes.chunk_size", lambda *_: 1)
     for layer, factor in found(c, fisher="exact").items():
         torch.testing.assert_close(factor.A, whole[layer].A, **EXACT)
         torch.testing.assert_close(factor.G, whole[layer].G, **EXACT)

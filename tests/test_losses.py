@@ -19,7 +19,7 @@ from oracles.theta import thetas
 from sosp.core.batches import Chunk
 from sosp.core.losses import logits_of, per_example
 from sosp.errors import ArgumentError, DataError, LossError, OutputError
-from sosp.factors import factors
+from sosp.scoring.output_curvature import factors
 
 # D terms of size 1 (of size |f| <= 100 for the squared loss), added in another order.
 ROUNDING = {"rtol": 1e-12, "atol": 1e-14}

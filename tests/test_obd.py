@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 import sosp
 from cases import Case, case, names
 from oracles import kfac as oracle
-from sosp.criteria import obd as module
 from sosp.errors import ArgumentError, StructureError
+from sosp.scoring.criteria import obd as module
 
 EXACT = {"rtol": 1e-10, "atol": 1e-14}
 KRONECKER = [

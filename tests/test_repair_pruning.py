@@ -18,9 +18,9 @@ from sosp.comparison import Cell, Plan, compare
 from sosp.comparison.cells import Cells
 from sosp.config import Pruning
 from sosp.core.losses import LossLike
-from sosp.criteria.surgeon import BLOCK, DAMPING, eliminated
 from sosp.errors import ArgumentError
 from sosp.refit import Absent, plan
+from sosp.scoring.criteria.obs import BLOCK, DAMPING, eliminated
 from test_repair import inputs, off
 
 

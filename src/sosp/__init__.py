@@ -16,16 +16,16 @@ from sosp.baselines.eigendamage import Eigendamaged, eigendamage
 from sosp.bottlenecks import Bottlenecks, bottlenecks
 from sosp.comparison import compare
 from sosp.core.records import Layer, Saliency, Structures
-from sosp.criteria import METHODS, score
 from sosp.expansion import expand
 from sosp.graph import Flow, trace
 from sosp.graph.cost import Cost, count
 from sosp.graph.latency import Latency, latency
 from sosp.graph.mask import Mask, masked
 from sosp.graph.structures import downsampling, find_structures
-from sosp.passes import SlowPathWarning
 from sosp.prune import Pruned, prune
 from sosp.refit import Repaired, repair
+from sosp.scoring.passes import SlowPathWarning
+from sosp.scoring.score import METHODS, score
 from sosp.selection.select import select
 from sosp.surgery.checkpoint import load, save
 from sosp.surgery.shrink import shrink

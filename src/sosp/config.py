@@ -12,7 +12,6 @@ from typing import Any
 
 from sosp.comparison import Plan
 from sosp.core.records import OBJECTIVES, SCOPES
-from sosp.criteria import METHODS
 from sosp.errors import ArgumentError, nearest
 from sosp.expansion import Plan as Expansion
 from sosp.expansion.plan import WHEN
@@ -34,6 +33,7 @@ from sosp.options import (
     checked,
     option,
 )
+from sosp.scoring.score import METHODS
 from sosp.selection.select import SCALES, budget_of
 from sosp.training import SCHEDULES, Schedule, Speed
 from sosp.training.schedule import SHAPES

@@ -15,7 +15,6 @@ from sosp.core.batches import peek
 from sosp.core.borrow import check_network
 from sosp.core.losses import LossLike
 from sosp.core.records import Saliency
-from sosp.criteria import score
 from sosp.errors import ArgumentError, whole_number
 from sosp.graph import Flow, trace
 from sosp.graph.cost import Cost, whole_cost
@@ -24,6 +23,7 @@ from sosp.graph.mask import Mask
 from sosp.graph.structures import Exclude, excluded_names, find_structures
 from sosp.refit import Absent, Repaired
 from sosp.refit import repair as repair_network
+from sosp.scoring.score import score
 from sosp.selection.select import select
 from sosp.surgery.checkpoint import save
 from sosp.surgery.shrink import shrink_along

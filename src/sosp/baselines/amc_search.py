@@ -16,9 +16,9 @@ from sosp.baselines.amc_features import STATES, Features, features_of
 from sosp.baselines.arguments import example_of, structures_of, validation
 from sosp.core.progress import track
 from sosp.core.records import Structures
-from sosp.criteria import score
 from sosp.errors import whole_number
 from sosp.graph.mask import Mask, masked
+from sosp.scoring.score import score
 from sosp.training import evaluate
 
 MEMORY = 100  # episodes

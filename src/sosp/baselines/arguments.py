@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from sosp.core.batches import first_rows
 from sosp.core.borrow import home
 from sosp.core.records import Structures
-from sosp.criteria import METHODS, check_structures
-from sosp.criteria.method import refuse_unsuited
 from sosp.data.source import generator
 from sosp.errors import ArgumentError, DataError
 from sosp.graph.structures import find_structures
+from sosp.scoring.method import refuse_unsuited
+from sosp.scoring.score import METHODS, check_structures
 from sosp.training.feed import Feed
 from sosp.training.randomness import apart
 from sosp.training.schedule import Schedule, schedule_of

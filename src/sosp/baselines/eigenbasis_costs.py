@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sosp.errors import ArgumentError
-from sosp.kfac import Factor
-from sosp.passes import wide
+from sosp.scoring.kronecker import Factor
+from sosp.scoring.passes import wide
 
 
 @dataclass(frozen=True, eq=False)

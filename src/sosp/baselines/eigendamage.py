@@ -32,8 +32,8 @@ from sosp.errors import CheckpointError, DataError, StructureError, SurgeryError
 from sosp.graph.cost import Cost, count, whole_cost
 from sosp.graph.recipe import exchange
 from sosp.graph.structures import Exclude, find_structures
-from sosp.kfac import FISHERS, kronecker, unknown
-from sosp.passes import Problem
+from sosp.scoring.kronecker import FISHERS, kronecker, unknown
+from sosp.scoring.passes import Problem
 from sosp.selection.greedy import check_share
 from sosp.surgery.checkpoint import inspect, load
 from sosp.surgery.verify import difference

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from sosp.core import distributed
-from sosp.criteria import METHODS
 from sosp.errors import ArgumentError, one_of, whole_number
 from sosp.graph.structures import Exclude
+from sosp.scoring.score import METHODS
 
 
 @dataclass(frozen=True)

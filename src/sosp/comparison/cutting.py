@@ -11,10 +11,10 @@ from torch import nn
 from sosp.baselines.eigendamage import eigendamage
 from sosp.comparison.work import Work
 from sosp.core.records import Saliency
-from sosp.criteria import METHODS
 from sosp.graph.cost import Cost, alternative, count
 from sosp.graph.layout import Style
 from sosp.graph.mask import Mask
+from sosp.scoring.score import METHODS
 from sosp.selection.select import select
 from sosp.surgery.shrink import shrink_along
 

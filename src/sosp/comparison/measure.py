@@ -13,10 +13,10 @@ from sosp.comparison.cells import Cell, Cells, Plan
 from sosp.comparison.cutting import Cutter, cutter
 from sosp.comparison.work import Work, prepared
 from sosp.core import distributed
-from sosp.criteria import METHODS
 from sosp.data import Dataset
 from sosp.errors import DisconnectedError
 from sosp.refit import repair
+from sosp.scoring.score import METHODS
 from sosp.surgery.fold_norms import folded
 from sosp.training import Schedule, Speed, evaluate, recalibrate, train
 

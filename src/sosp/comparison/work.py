@@ -13,9 +13,9 @@ from torch import nn
 from sosp.baselines.eigendamage import check_layers
 from sosp.comparison.cells import Plan
 from sosp.core.records import Saliency, Structures
-from sosp.criteria import METHODS, check_structures, score
 from sosp.data import Dataset
 from sosp.graph.structures import find_structures
+from sosp.scoring.score import METHODS, check_structures, score
 
 BATCH = 250  # of the data that is scored with; passes cut it to what fits
 

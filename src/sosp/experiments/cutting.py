@@ -17,7 +17,6 @@ from sosp.baselines.eigendamage import Basis, basis, rebuild
 from sosp.comparison import Plan
 from sosp.comparison.work import BATCH, Work, prepared
 from sosp.core.records import Saliency
-from sosp.criteria import METHODS, check_structures
 from sosp.errors import ArgumentError, SospError
 from sosp.experiments import together
 from sosp.experiments.bench import Bench
@@ -28,6 +27,7 @@ from sosp.graph.cost import alternative
 from sosp.graph.mask import Mask, masked
 from sosp.graph.structures import downsampling, find_structures
 from sosp.runs import read_json, write_json
+from sosp.scoring.score import METHODS, check_structures
 from sosp.selection.select import select
 from sosp.surgery.checkpoint import load, save
 from sosp.surgery.shrink import shrink_along

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core.records import Structures
-from sosp.criteria import score
 from sosp.experiments.bench import Bench, made
 from sosp.experiments.cells import Timed, document
 from sosp.experiments.records import Record
 from sosp.graph.cost import count
 from sosp.graph.structures import downsampling, find_structures
+from sosp.scoring.score import score
 from sosp.selection.select import select
 from sosp.training import recalibrate
 

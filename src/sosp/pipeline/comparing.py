@@ -11,12 +11,12 @@ from sosp.comparison import Plan, Summary, compare, summaries
 from sosp.comparison.summary import FIGURES
 from sosp.comparison.work import check_method, prepared
 from sosp.config import Pruning
-from sosp.criteria import METHODS
 from sosp.errors import ArgumentError, StructureError
 from sosp.graph.cost import count
 from sosp.graph.structures import downsampling, find_structures
 from sosp.pipeline.job import Job
 from sosp.runs import Run, write_text
+from sosp.scoring.score import METHODS
 from sosp.training import evaluate
 
 if TYPE_CHECKING:

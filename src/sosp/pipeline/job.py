@@ -18,13 +18,13 @@ from sosp.core.batches import call
 from sosp.core.losses import logits_of
 from sosp.core.records import Saliency, Structures
 from sosp.core.user_errors import users_code
-from sosp.criteria import METHODS, check_structures
 from sosp.data import Dataset
 from sosp.data import load as load_data
 from sosp.errors import ArgumentError, CheckpointError, DataError, DisconnectedError
 from sosp.graph.mask import Mask
 from sosp.graph.structures import downsampling, excluded_names, find_structures
 from sosp.runs import is_run, network_of
+from sosp.scoring.score import METHODS, check_structures
 from sosp.selection.select import select
 from sosp.surgery.checkpoint import inspect
 from sosp.training.user_data import moved

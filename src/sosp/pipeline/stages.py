@@ -14,7 +14,6 @@ from sosp.baselines import Slimming
 from sosp.config import Pruning, Training
 from sosp.core import distributed
 from sosp.core.records import Saliency
-from sosp.criteria import score
 from sosp.data import Source
 from sosp.expansion import settled
 from sosp.graph.cost import Cost, count
@@ -28,6 +27,7 @@ from sosp.pipeline.job import Job, mask_of, structures_for, teacher_for
 from sosp.prune import Pruned, cut, repaired_cut
 from sosp.refit import Repaired
 from sosp.runs import DETAILS, SALIENCY, Run, write_json
+from sosp.scoring.score import score
 from sosp.selection.saved_saliency import keep_saliency
 from sosp.surgery.checkpoint import save
 from sosp.training import Epoch, Moment, evaluate, recalibrate, train

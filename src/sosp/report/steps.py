@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from sosp.comparison import Plan, states
 from sosp.config import Config, Pruning
-from sosp.criteria import METHODS
 from sosp.models import parse
 from sosp.report.facts import Facts
 from sosp.report.section import Section
 from sosp.runs import FILES
+from sosp.scoring.score import METHODS
 
 
 def loading(config: Config, path: str) -> list[str]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from sosp.core.records import Structures
-from sosp.criteria.options import Options
 from sosp.errors import ArgumentError, StructureError
-from sosp.passes import Problem, Terms
+from sosp.scoring.method_options import Options
+from sosp.scoring.passes import Problem, Terms
 
 FEW = 3  # layers named in a message
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sosp.criteria.filters import filters_of, summed
-from sosp.criteria.options import Options
-from sosp.passes import Problem, wide
+from sosp.scoring.criteria.filters import filters_of, summed
+from sosp.scoring.method_options import Options
+from sosp.scoring.passes import Problem, wide
 
 
 def l1(problem: Problem, options: Options) -> Tensor:

@@ -13,12 +13,12 @@ from torch import Tensor
 from sosp.core.batches import check_device
 from sosp.core.borrow import home
 from sosp.core.records import Structures
-from sosp.criteria.filters import summed
-from sosp.criteria.method import Values
-from sosp.criteria.options import Options
 from sosp.graph.cost import cost_of, whole_cost
-from sosp.passes import Problem
-from sosp.statistics import areas, squared_gradients
+from sosp.scoring.criteria.filters import summed
+from sosp.scoring.example_gradients import areas, squared_gradients
+from sosp.scoring.method import Values
+from sosp.scoring.method_options import Options
+from sosp.scoring.passes import Problem
 
 
 def fisher(problem: Problem, options: Options) -> Values:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from sosp.core.records import Structures
-from sosp.criteria.options import Options
-from sosp.gauss_newton import gauss_newton
-from sosp.passes import Problem, Terms
-from sosp.statistics import gradient_products
+from sosp.scoring.example_gradients import gradient_products
+from sosp.scoring.gauss_newton import gauss_newton
+from sosp.scoring.method_options import Options
+from sosp.scoring.passes import Problem, Terms
 
 
 def ccp(problem: Problem, options: Options) -> Terms:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sosp import jets
 from sosp.core import distributed
 from sosp.core.batches import Chunk, check_device, rebatch
 from sosp.core.borrow import home
@@ -27,6 +26,7 @@ from sosp.core.losses import LossLike, per_example
 from sosp.core.progress import track
 from sosp.core.records import Structures
 from sosp.errors import DataError, DifferentiationError, SospError
+from sosp.scoring import jets
 
 CPU_CHUNK = 96 * 2**20  # bytes of activations at once: beyond the caches a pass gets slower, not faster
 LARGEST_CHUNK = 1024  # examples: a GPU is busy by then

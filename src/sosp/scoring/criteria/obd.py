@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from sosp.core.records import Structures
-from sosp.criteria.method import Values
-from sosp.criteria.options import Options
 from sosp.errors import DataError, StructureError
-from sosp.gauss_newton import examples_apart
-from sosp.kfac import Measure, layer_means, outer, patches, refuse_others, rows
-from sosp.passes import Problem
+from sosp.scoring.gauss_newton import examples_apart
+from sosp.scoring.kronecker import Measure, layer_means, outer, patches, refuse_others, rows
+from sosp.scoring.method import Values
+from sosp.scoring.method_options import Options
+from sosp.scoring.passes import Problem
 
 BLOCK = 2**24  # elements of per-example gradients and patches at once
 

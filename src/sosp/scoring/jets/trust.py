@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sosp.jets.jet import Jet, Unsupported, value
+from sosp.scoring.jets.jet import Jet, Unsupported, value
 
 TRUST: dict[Any, bool] = {}
 

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sosp.jets.epilogue import Plan, epilogue
+from sosp.scoring.jets.epilogue import Plan, epilogue
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-RULES: dict[Any, Rule] = {}  # how an operation acts on jets (None: any other one); filled by sosp.jets.rules
+RULES: dict[Any, Rule] = {}  # how an operation acts on jets (None: any other one); filled by sosp.scoring.jets.rules
 
 
 class Unsupported(Exception):  # noqa: N818

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sosp.core.layers import layer_type
 from sosp.core.records import Structures
-from sosp.passes import wide
+from sosp.scoring.passes import wide
 
 
 def filters_of(model: nn.Module, name: str) -> Tensor:

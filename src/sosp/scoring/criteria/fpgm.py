@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sosp.criteria.filters import filters_of, summed
-from sosp.criteria.options import Options
-from sosp.passes import Problem
+from sosp.scoring.criteria.filters import filters_of, summed
+from sosp.scoring.method_options import Options
+from sosp.scoring.passes import Problem
 
 
 def fpgm(problem: Problem, options: Options) -> Tensor:

@@ -16,13 +16,13 @@ from sosp.core.layers import width_of
 from sosp.core.losses import IGNORED, LossLike
 from sosp.core.losses import check as check_loss
 from sosp.core.records import OBJECTIVES, Saliency, Structures
-from sosp.criteria import ccp, fisher, fpgm, hrank, learned, magnitude, obd, slimming, snip, sosp, surgeon, taylor
-from sosp.criteria.answers import Labels, answered
-from sosp.criteria.method import Method, Values, refuse_unsuited
-from sosp.criteria.options import Options
 from sosp.errors import ArgumentError, DataError, LossError, one_of
 from sosp.graph.structures import find_structures
-from sosp.passes import Problem, Terms
+from sosp.scoring.criteria import ccp, fisher, fpgm, hrank, magnitude, obd, obs, slimming, snip, sosp, taylor, trained
+from sosp.scoring.method import Method, Values, refuse_unsuited
+from sosp.scoring.method_options import Options
+from sosp.scoring.passes import Problem, Terms
+from sosp.scoring.pseudo_labels import Labels, answered
 
 SOSP = (
     "Nonnenmacher et al., SOSP: Efficiently Capturing Global Correlations by Second-Order Structured Pruning, ICLR 2022"
@@ -73,10 +73,10 @@ METHODS: dict[str, Method] = {
         obd.obd_diagonal, "Fisher of a filter's weights, one by one", WANG, samples=True, labels=False
     ),
     "eigendamage": Method(
-        learned.learned, "directions of a layer's Kronecker factors (sosp.eigendamage)", WANG, FILTERS, ("rotation",)
+        trained.learned, "directions of a layer's Kronecker factors (sosp.eigendamage)", WANG, FILTERS, ("rotation",)
     ),
     "sosp-obs": Method(
-        surgeon.sosp_obs,
+        obs.sosp_obs,
         "Gauss-Newton pairs, once all that stays has made up for a removal",
         "Hassibi and Stork, Second order derivatives for network pruning: Optimal Brain Surgeon, NeurIPS 1992; "
         "with the pairs of SOSP-I",
@@ -114,19 +114,19 @@ METHODS: dict[str, Method] = {
         ALL,
     ),
     "variational": Method(
-        learned.learned,
+        trained.learned,
         "size of a channel's scale, a Gaussian that is learned (sosp.learned.variational)",
         "Zhao et al., Variational Convolutional Neural Network Pruning, CVPR 2019",
         needs=("training",),
     ),
     "gal": Method(
-        learned.learned,
+        trained.learned,
         "soft mask, learned against a discriminator (sosp.learned.gal)",
         "Lin et al., Towards Optimal Structured CNN Pruning via Generative Adversarial Learning, CVPR 2019",
         needs=("training",),
     ),
     "amc": Method(
-        learned.learned,
+        trained.learned,
         "norm of a filter, and what every layer keeps from a search (sosp.learned.amc)",
         "He et al., AMC: AutoML for Model Compression and Acceleration on Mobile Devices, ECCV 2018",
         FILTERS,

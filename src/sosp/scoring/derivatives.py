@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from sosp import jets
 from sosp.core.batches import Chunk
 from sosp.core.losses import per_example
 from sosp.core.progress import track
 from sosp.errors import DifferentiationError
-from sosp.jets import value
-from sosp.passes import (
+from sosp.scoring import jets
+from sosp.scoring.jets import value
+from sosp.scoring.passes import (
     OUT_OF_REACH,
     Problem,
     Sums,

@@ -17,9 +17,9 @@ from sosp.core import distributed
 from sosp.core.batches import Chunk
 from sosp.core.gates import gated
 from sosp.core.losses import logits_of, per_example
-from sosp.factors import factors
-from sosp.jets import value
-from sosp.passes import (
+from sosp.scoring.jets import value
+from sosp.scoring.output_curvature import factors
+from sosp.scoring.passes import (
     Gates,
     Problem,
     Sums,

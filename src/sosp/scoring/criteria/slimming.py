@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sosp.core.records import Layer
-from sosp.criteria.filters import summed
-from sosp.criteria.options import Options
-from sosp.passes import Problem, wide
+from sosp.scoring.criteria.filters import summed
+from sosp.scoring.method_options import Options
+from sosp.scoring.passes import Problem, wide
 
 
 def slimming(problem: Problem, options: Options) -> Tensor:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sosp.jets import kernels
-from sosp.jets.sums import channel_sums
+from sosp.scoring.jets import triton_kernels
+from sosp.scoring.jets.channel_sums import channel_sums
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Epilogue(torch.autograd.Function):
         d: Tensor | None, scale: Tensor | None, shift: Tensor | None, plan: Plan,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         parts = Parts(c, dc, r, dr, d, scale, shift)
-        y, dy = kernels.forward(parts, plan) if kernels.fit(c) else forward(parts, plan)
+        y, dy = triton_kernels.forward(parts, plan) if triton_kernels.fit(c) else forward(parts, plan)
         compact = plan.relu and r is None and g is not None
         base, dbase = (y, dy) if compact else (c, dc) if g is not None else (None, None)
         ctx.set_materialize_grads(False)
@@ -99,7 +99,7 @@ class Epilogue(torch.autograd.Function):
         like = A if A is not None else B
         if like is None:
             return (None,) * 9
-        found = kernels.backward(back, ctx.plan) if kernels.fit(like) else backward(back, ctx.plan)
+        found = triton_kernels.backward(back, ctx.plan) if triton_kernels.fit(like) else backward(back, ctx.plan)
         return *(x if there else None for x, there in zip(found, ctx.present, strict=True)), None, None, None
 
 

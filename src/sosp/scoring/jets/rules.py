@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sosp.jets.convolution import FrozenConv, conv_plan
-from sosp.jets.jet import RULES, Gate, Jet, Pending, Rule, Unsupported, finish, settle, share, value
-from sosp.jets.norms import batch_norm, group_norm, layer_norm
-from sosp.jets.trust import require_trust
+from sosp.scoring.jets.convolution import FrozenConv, conv_plan
+from sosp.scoring.jets.jet import RULES, Gate, Jet, Pending, Rule, Unsupported, finish, settle, share, value
+from sosp.scoring.jets.norms import batch_norm, group_norm, layer_norm
+from sosp.scoring.jets.trust import require_trust
 
 T = torch.Tensor
 

@@ -26,8 +26,8 @@ from sosp.core.gates import gated
 from sosp.core.layers import channel_axis
 from sosp.core.losses import logits_of, per_example
 from sosp.errors import DifferentiationError, StructureError, one_of
-from sosp.factors import factors
-from sosp.passes import Problem, Sums, average, derivative, doubled, wide
+from sosp.scoring.output_curvature import factors
+from sosp.scoring.passes import Problem, Sums, average, derivative, doubled, wide
 
 # "sampled": a label per example drawn from the network's own outputs, as the paper does: unbiased for the true Fisher.
 # "exact": every output with its probability instead, one backward pass each. "empirical": the labels of the data.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sosp.criteria.options import Options
-from sosp.passes import Problem
+from sosp.scoring.method_options import Options
+from sosp.scoring.passes import Problem
 
 
 def learned(problem: Problem, options: Options) -> Tensor:

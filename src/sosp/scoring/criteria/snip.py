@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from sosp.criteria.options import Options
-from sosp.curvature import gradient, weight_terms
-from sosp.passes import Problem, Terms
+from sosp.scoring.derivatives import gradient, weight_terms
+from sosp.scoring.method_options import Options
+from sosp.scoring.passes import Problem, Terms
 
 
 def snip(problem: Problem, options: Options) -> Terms:

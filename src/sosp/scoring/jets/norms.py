@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sosp.jets.jet import Jet, Pending, Unsupported, settle
+from sosp.scoring.jets.jet import Jet, Pending, Unsupported, settle
 
 # Scale and shift of every batch norm in the network that is running, computed at once, by what they are made of.
 FOLDED: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sosp.criteria.method import Values
-from sosp.criteria.options import Options
-from sosp.passes import Problem
-from sosp.statistics import minibatch_gradients
+from sosp.scoring.example_gradients import minibatch_gradients
+from sosp.scoring.method import Values
+from sosp.scoring.method_options import Options
+from sosp.scoring.passes import Problem
 
 MINIBATCH = 64  # examples: the default of the authors' code
 

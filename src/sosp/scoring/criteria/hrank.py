@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sosp.criteria.filters import averaged
-from sosp.criteria.method import Values
-from sosp.criteria.options import Options
-from sosp.passes import Problem
-from sosp.statistics import feature_means
+from sosp.scoring.criteria.filters import averaged
+from sosp.scoring.example_gradients import feature_means
+from sosp.scoring.method import Values
+from sosp.scoring.method_options import Options
+from sosp.scoring.passes import Problem
 
 
 def hrank(problem: Problem, options: Options) -> Values:

@@ -11,9 +11,9 @@ from torch import Tensor
 from sosp.core import distributed
 from sosp.core.batches import Chunk
 from sosp.core.gates import gated
-from sosp.gauss_newton import examples_apart
-from sosp.jets import value
-from sosp.passes import (
+from sosp.scoring.gauss_newton import examples_apart
+from sosp.scoring.jets import value
+from sosp.scoring.passes import (
     Gates,
     Problem,
     Sums,

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from sosp.core.borrow import home
-from sosp.criteria.options import Options
-from sosp.curvature import full_hessian, gradient, hessian_vector, weight_terms
-from sosp.gauss_newton import gauss_newton
-from sosp.passes import Problem, Terms
+from sosp.scoring.derivatives import full_hessian, gradient, hessian_vector, weight_terms
+from sosp.scoring.gauss_newton import gauss_newton
+from sosp.scoring.method_options import Options
+from sosp.scoring.passes import Problem, Terms
 
 
 def sosp_h(problem: Problem, options: Options) -> Terms:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sosp.criteria.method import Values
-from sosp.criteria.options import Options
-from sosp.gauss_newton import gauss_newton
-from sosp.passes import Problem
+from sosp.scoring.gauss_newton import gauss_newton
+from sosp.scoring.method import Values
+from sosp.scoring.method_options import Options
+from sosp.scoring.passes import Problem
 
 DAMPING = 0.1  # of the mean of the diagonal: gates that stay may not move far
 BLOCK = 64  # removals after which the inverse is brought up to date, all at once

@@ -20,7 +20,7 @@ except ImportError:  # CPU builds of torch come without it
     triton = None
 
 if TYPE_CHECKING:
-    from sosp.jets.epilogue import Back, Parts, Plan
+    from sosp.scoring.jets.epilogue import Back, Parts, Plan
 
 TILE = 1024  # elements handled at once by a program
 
@@ -121,7 +121,7 @@ if triton is not None:
             tl.store(gc + at, (x + move[None, :] * t) * s[None, :], mask=ok)
             if HAS_B:
                 tl.store(gdc + at, t * s[None, :], mask=ok)
-        if BASE:  # sosp.jets.epilogue.gate_gradients, here to save a dozen tiny kernels
+        if BASE:  # sosp.scoring.jets.epilogue.gate_gradients, here to save a dozen tiny kernels
             if COMPACT:
                 if FIRST:
                     zA -= b * sA
@@ -181,7 +181,7 @@ def _twice(like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward(parts: Parts, plan: Plan) -> tuple[Tensor, Tensor | None]:
-    """See ``sosp.jets.epilogue``."""
+    """See ``sosp.scoring.jets.epilogue``."""
     c = dense(parts.c, plan.axis)
     dc, r, dr = (_alike(x, c) for x in (parts.dc, parts.r, parts.dr))
     grid, sizes, tile = _geometry(c, plan.axis)
@@ -196,7 +196,7 @@ def forward(parts: Parts, plan: Plan) -> tuple[Tensor, Tensor | None]:
 
 
 def backward(back: Back, plan: Plan) -> tuple[Tensor | None, ...]:
-    """See ``sosp.jets.epilogue``."""
+    """See ``sosp.scoring.jets.epilogue``."""
     A, B, base, dbase, a, d, scale, shift = back.tensors
     like = dense(next(x for x in (base, a, A, B) if x is not None), plan.axis)
     A, B, base, dbase, a = (_alike(x, like) for x in (A, B, base, dbase, a))
