@@ -22,7 +22,7 @@ ALLOWED = {
     "surgery": "errors core graph",
     "refit": "errors core graph surgery",
     "scoring": "errors core graph",
-    "nets": "errors",
+    "nets": "errors core surgery",
     "data": "errors core",
     "training": "errors core surgery data",
     "baselines": "errors core graph selection surgery scoring data training",
@@ -30,19 +30,18 @@ ALLOWED = {
     "prune": "errors core graph selection surgery refit scoring",
     "comparison": "errors core graph selection surgery refit scoring data training baselines",
     "expansion": "errors core graph selection surgery nets data training bottlenecks prune comparison",
-    "models": "errors core surgery nets",
     "options": "errors",
     "config": "errors core graph selection scoring nets training comparison expansion options",
     "runs": "errors config",
     "pipeline": "errors core graph selection surgery refit scoring nets data training baselines bottlenecks "
-    "prune comparison expansion models config runs",
-    "report": "errors selection surgery scoring training comparison models config runs",
+    "prune comparison expansion config runs",
+    "report": "errors selection surgery scoring nets training comparison config runs",
     "experiments": "errors core graph selection surgery scoring nets data training baselines comparison expansion "
-    "models runs pipeline",
+    "runs pipeline",
     "sosp": "errors core graph selection surgery refit scoring nets data training baselines bottlenecks "
     "prune comparison expansion experiments",
     "demo": "errors runs sosp",
-    "cli": "errors core graph selection surgery training comparison models options config runs pipeline "
+    "cli": "errors core graph selection surgery nets training comparison options config runs pipeline "
     "report experiments sosp demo",
     "__main__": "cli",
 }

@@ -15,12 +15,13 @@ from rich.console import Console
 
 import sosp
 from commands import call, lines, refusal
-from sosp import cli, demo, models
+from sosp import cli, demo
 from sosp.cli import look, work
 from sosp.cli.bar import Bar
 from sosp.config import SECTIONS, Config, as_flag
 from sosp.core.progress import SHOWN
 from sosp.errors import OutOfMemoryError, SospError, TrainingError
+from sosp.nets import by_name
 from sosp.options import FLAG, NUMBER, NUMBERS, SHAPE, SHARES, TEXT, TEXTS, WHOLE, WIDTHS, Kind, Option, options_of
 from sosp.training import Moment
 
@@ -284,7 +285,7 @@ def test_eval_counts_and_measures() -> None:
     words = ("eval", "sosp:digits_resnet", "--data", "digits", "--width", "0.25", "--limit", "100", "--batch", "7")
     warned, facts = lines(*words)
     assert warned["warning"] == "sosp:digits_resnet has no weights (--weights): it is as it was initialised."
-    model = models.make("sosp:digits_resnet", width=0.25)
+    model = by_name.make("sosp:digits_resnet", width=0.25)
     expected = sosp.evaluate(model, sosp.data.digits().test, limit=100)
     assert (facts["examples"], facts["top1"]) == (100, expected.top1)
     assert facts["loss"] == pytest.approx(expected.loss, rel=1e-6)

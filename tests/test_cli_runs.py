@@ -15,8 +15,8 @@ import torch
 
 import sosp
 from commands import QUICK, TOML, call, lines, refusal
-from sosp import models
 from sosp.cli.targets import sections_for
+from sosp.nets import by_name
 from sosp.surgery.checkpoint import inspect
 
 NET = "sosp:digits_resnet"
@@ -137,7 +137,7 @@ def test_a_pruning(trained: Path, pruned: Path) -> None:
     assert facts["top1"] == sosp.evaluate(small, sosp.data.digits().test).top1
     assert facts["latency"] > 0
     config = read(pruned / "config.json")
-    assert config["digests"]["model.weights"] == models.digest(trained / "model.safetensors")
+    assert config["digests"]["model.weights"] == by_name.digest(trained / "model.safetensors")
     assert config["config"]["data"] == {"name": "digits"}
 
 

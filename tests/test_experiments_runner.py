@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import sosp
-from sosp import experiments, models
+from sosp import experiments
 from sosp.data.registry import understood
 from sosp.errors import ArgumentError, DataError, OutOfMemoryError, RunError, TrainingError
 from sosp.experiments import Experiment, Pruned, Setting, Timed, Trained, bench, cutting, networks, runner, together
@@ -24,6 +24,7 @@ from sosp.experiments.bench import weights_of
 from sosp.experiments.cells import document
 from sosp.experiments.origin import commit, described
 from sosp.experiments.records import NETWORKS, Record, find, write
+from sosp.nets import by_name
 from sosp.pipeline.origin import hardware
 from sosp.training import Accuracy, Epoch, Moment
 
@@ -106,7 +107,7 @@ def test_a_pruned_cell_is_what_its_steps_give(home: Path, pattern: str) -> None:
     """The same by hand, from the network that was kept."""
     cell, record = one(home, "resnet56-cifar10", pattern)
     data = sosp.data.digits()
-    original = models.make("sosp:digits_resnet", classes=10, width=0.25, seed=0)
+    original = by_name.make("sosp:digits_resnet", classes=10, width=0.25, seed=0)
     model = sosp.load(home / "work" / NETWORKS / f"{cell.start.name}.safetensors", original)
     example, _ = next(iter(data.train.ordered(batch=8, limit=8)))
     structures = sosp.find_structures(model, example, gate=cell.gate, exclude=sosp.downsampling(model))
@@ -139,7 +140,7 @@ def test_without_fine_tuning_a_record_ends_with_the_cut(home: Path) -> None:
     assert record.seconds["tune"] == 0
     data = sosp.data.digits()
     model = sosp.load(
-        home / "work" / NETWORKS / f"{cell.start.name}.safetensors", models.make("sosp:digits_resnet", width=0.25)
+        home / "work" / NETWORKS / f"{cell.start.name}.safetensors", by_name.make("sosp:digits_resnet", width=0.25)
     )
     batches = list(data.train.subset(100, 0).ordered(batch=250))
     example = batches[0][0]
@@ -157,7 +158,7 @@ def test_zeroed_is_the_papers_theta_without_m() -> None:
     example = torch.randn(4, 1, 8, 8)
     mask = sosp.Mask.from_removed(model, {"conv1": [1, 2], "layer2.0.conv1": [0]}, example)
     found = cutting.zeroed(model, mask)
-    by_hand = models.make("sosp:digits_resnet", width=0.25)
+    by_hand = by_name.make("sosp:digits_resnet", width=0.25)
     by_hand.load_state_dict(model.state_dict())
     for name, channel in (("conv1", 1), ("conv1", 2), ("layer2.0.conv1", 0)):
         by_hand.get_submodule(name).weight.data[channel] = 0  # type: ignore[index, union-attr]
@@ -209,7 +210,7 @@ def test_cap_and_scale_are_heeded(home: Path) -> None:
 
 def test_two_cycles_are_two_trainings_that_shuffle_differently(tmp_path: Path) -> None:
     data, short = sosp.data.digits(), replace(sosp.SCHEDULES["digits"], epochs=1)
-    model = models.make("sosp:digits_resnet", classes=10, width=0.25, seed=3)
+    model = by_name.make("sosp:digits_resnet", classes=10, width=0.25, seed=3)
     group = together.Group(together.Training("digits", short, cycles=2), ("a",))
     table = bench.Bench(setting(tmp_path))
     watch = Watch()
@@ -225,7 +226,7 @@ def test_two_cycles_are_two_trainings_that_shuffle_differently(tmp_path: Path) -
 def test_a_network_whose_file_is_another_is_not_there(home: Path, tmp_path: Path) -> None:
     start, table = begun(home), bench.Bench(setting(copied(home, tmp_path)))
     assert networks.is_there(table, start)
-    sosp.save(table.network_file(start), models.make("sosp:digits_resnet", classes=10, width=0.25, seed=9))
+    sosp.save(table.network_file(start), by_name.make("sosp:digits_resnet", classes=10, width=0.25, seed=9))
     assert not networks.is_there(table, start)
 
 
@@ -260,7 +261,7 @@ def test_init_pruning_trains_twice_from_the_first_weights(home: Path) -> None:
     assert len(record.history["test"]) == 2 * cell.tuning.epochs
     assert record.start["name"] == "digits_resnetx0.25-digits-e0-s0"
     data = sosp.data.digits()
-    fresh = models.make("sosp:digits_resnet", classes=10, width=0.25, seed=0)
+    fresh = by_name.make("sosp:digits_resnet", classes=10, width=0.25, seed=0)
     assert record.start["accuracy"] == sosp.evaluate(fresh, data.test).top1
 
 
@@ -685,7 +686,7 @@ def test_a_setting_takes_words_and_finds_out_the_rest(home: Path, tmp_path: Path
 
 def test_given_weights_are_measured_and_not_trained(tmp_path: Path) -> None:
     start = Trained("digits_resnet", "digits")
-    model = models.make("sosp:digits_resnet", classes=10, seed=5)
+    model = by_name.make("sosp:digits_resnet", classes=10, seed=5)
     sosp.save(tmp_path / "given.safetensors", model)
     watch = Watch()
     given = setting(tmp_path, weights={"digits_resnet": tmp_path / "given.safetensors"})

@@ -9,9 +9,9 @@ import torch
 
 import sosp
 from commands import QUICK, call, refusal
-from sosp import models
 from sosp.baselines import Slimming
 from sosp.errors import StructureError
+from sosp.nets import by_name
 
 BARE = """
 from torch import nn
@@ -31,7 +31,7 @@ def test_train_with_slimming(tmp_path: Path) -> None:
     model = trained(tmp_path / "slim", "--slimming", "0.02")
     config = json.loads((tmp_path / "slim" / "config.json").read_text())
     assert "0.02" in json.dumps(config)
-    start = models.make("sosp:digits_resnet", classes=10, width=0.25, seed=0)
+    start = by_name.make("sosp:digits_resnet", classes=10, width=0.25, seed=0)
     schedule = sosp.Schedule(**{**vars(sosp.SCHEDULES["digits"]), "epochs": 2})
     data = sosp.data.load("digits")
     wanted = sosp.train(start, data, schedule, companion=Slimming(0.02)).model

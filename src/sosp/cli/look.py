@@ -9,7 +9,6 @@ import typer
 from torch import nn
 
 import sosp
-from sosp import models
 from sosp.cli.flags import Sections, takes
 from sosp.cli.screen import Screen
 from sosp.cli.targets import mask_in, sections_for
@@ -18,6 +17,7 @@ from sosp.cli.work import Target, warn_if_fresh
 from sosp.config import Model, as_flag, build
 from sosp.errors import whole_number
 from sosp.graph.cost import CONVENTIONS
+from sosp.nets import by_name
 from sosp.pipeline import prepare
 
 
@@ -100,6 +100,6 @@ def data(
 def network_for(word: str, given: Sections) -> tuple[nn.Module, Any]:
     """The network and an example of what it takes; no data is read."""
     chosen: Model = build(sections_for(word, given)[0], as_flag).model
-    made = models.make(chosen.name, classes=chosen.classes, width=chosen.factor)
-    network = made if chosen.weights is None else models.weighted(made, chosen.weights)
-    return network, models.example(chosen.name, made, chosen.shape)
+    made = by_name.make(chosen.name, classes=chosen.classes, width=chosen.factor)
+    network = made if chosen.weights is None else by_name.weighted(made, chosen.weights)
+    return network, by_name.example(chosen.name, made, chosen.shape)

@@ -9,7 +9,7 @@ from typing import Any
 from sosp.cli.flags import Sections
 from sosp.errors import ArgumentError, RunError, nearest
 from sosp.graph.mask import Mask
-from sosp.models import parse
+from sosp.nets.by_name import parse
 from sosp.runs import FILES, Record, is_run, network_of, read_record
 from sosp.surgery.checkpoint import inspect
 

@@ -17,7 +17,7 @@ from sosp.cli.words import budget, comparison_table, duration, expansion_table, 
 from sosp.config import Config, as_flag, build, placed, read
 from sosp.core import distributed
 from sosp.errors import ArgumentError
-from sosp.models import parse
+from sosp.nets.by_name import parse
 from sosp.pipeline import (
     FLEXIBLE,
     TABLE,

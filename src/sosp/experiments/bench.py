@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from sosp import models
 from sosp.data import Dataset, load
 from sosp.errors import ArgumentError, DataError, RunError, nearest
 from sosp.experiments.cells import Trained
 from sosp.experiments.origin import described
+from sosp.nets import by_name
 from sosp.runs import lock
 
 EMBEDDED = ("digits",)
@@ -142,7 +142,7 @@ def can_be_given(start: Trained) -> bool:
 
 
 def made(network: str, classes: int, width: float, seed: int) -> nn.Module:
-    return models.make(f"sosp:{network}", classes=classes, width=width, seed=seed)
+    return by_name.make(f"sosp:{network}", classes=classes, width=width, seed=seed)
 
 
 def weights_of(given: list[str], known: list[str]) -> dict[str, Path]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from sosp import models
 from sosp.experiments import growing, together
 from sosp.experiments.bench import Bench
 from sosp.experiments.cells import Cell, Trained, document
@@ -16,7 +15,8 @@ from sosp.experiments.definition import starts_of
 from sosp.experiments.records import NETWORKS, Record, find, write
 from sosp.experiments.together import Group, Training
 from sosp.graph.cost import count
-from sosp.models import digest
+from sosp.nets import by_name
+from sosp.nets.by_name import digest
 from sosp.pipeline import Watcher
 from sosp.surgery.checkpoint import save
 from sosp.training import Epoch, evaluate
@@ -48,7 +48,7 @@ def to_train(bench: Bench, cells: Iterable[Cell]) -> list[Trained]:
 def opened(bench: Bench, start: Trained) -> nn.Module:
     """The network with its weights, in eval mode on the device."""
     file = bench.given(start) or bench.network_file(start)
-    return models.weighted(growing.fresh(bench, start), file).to(bench.device).eval()
+    return by_name.weighted(growing.fresh(bench, start), file).to(bench.device).eval()
 
 
 def begun_with(bench: Bench, start: Trained) -> dict[str, object]:

@@ -14,7 +14,7 @@ from sosp.config import Config, Data, Pruning
 from sosp.core.records import Saliency, Structures
 from sosp.errors import ArgumentError, RunError
 from sosp.expansion import settled
-from sosp.models import parse
+from sosp.nets.by_name import parse
 from sosp.pipeline.expanding import growth_for
 from sosp.pipeline.job import Job, prepare, structures_for
 from sosp.scoring.score import check_structures, score

@@ -18,7 +18,7 @@ from sosp.data import Source
 from sosp.errors import ArgumentError
 from sosp.graph.layout import Style
 from sosp.graph.mask import Mask, masked
-from sosp.models import parse
+from sosp.nets.by_name import parse
 from sosp.pipeline.expanding import growth_for
 from sosp.pipeline.job import Job
 from sosp.prune import Pruned

@@ -16,7 +16,7 @@ from sosp.errors import ArgumentError
 from sosp.expansion import Plan, Point, Setup, expand, growth_of
 from sosp.expansion.growth import Growth, Make, check_growth
 from sosp.graph.structures import downsampling
-from sosp.models import parse
+from sosp.nets.by_name import parse
 from sosp.pipeline.job import Job
 from sosp.runs import Run, write_text
 from sosp.training import Epoch

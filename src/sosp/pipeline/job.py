@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from sosp import models
 from sosp.baselines.slimming import scales_of
 from sosp.config import Config, Data, Pruning, Training
 from sosp.core.batches import call
@@ -23,6 +22,7 @@ from sosp.data import load as load_data
 from sosp.errors import ArgumentError, CheckpointError, DataError, DisconnectedError
 from sosp.graph.mask import Mask
 from sosp.graph.structures import downsampling, excluded_names, find_structures
+from sosp.nets import by_name
 from sosp.runs import is_run, network_of
 from sosp.scoring.score import METHODS, check_structures
 from sosp.selection.select import select
@@ -66,7 +66,7 @@ class Job:
 
     def loaded(self, path: str | Path) -> nn.Module:
         """The network in a file, on the device."""
-        return models.weighted(self.original, path).to(self.device)
+        return by_name.weighted(self.original, path).to(self.device)
 
 
 def prepare(config: Config) -> Job:
@@ -74,12 +74,12 @@ def prepare(config: Config) -> Job:
     config = with_schedules(absolute(config))
     check_stages(config)
     device = device_of(config.run.device)
-    models.parse(config.model.name)
+    by_name.parse(config.model.name)
     data = _loaded(config.data)
     config = _filled(config, data)
     model = config.model
-    original = models.make(model.name, classes=model.classes, width=model.factor, seed=config.run.seed)
-    start = original if model.weights is None else models.weighted(original, model.weights)
+    original = by_name.make(model.name, classes=model.classes, width=model.factor, seed=config.run.seed)
+    start = original if model.weights is None else by_name.weighted(original, model.weights)
     start, example = start.to(device), moved(_example(config, original, data), device)
     if data is not None:
         check_outputs(start, example, data, model.name)
@@ -145,14 +145,14 @@ def _filled(config: Config, data: Dataset | None) -> Config:
     model = config.model
     if model.shape not in (None, data.shape):
         raise ArgumentError(f"input is {model.input}, but the images of {data.name} are {_times(data.shape)}.")
-    fixed = model.classes is not None or models.parse(model.name)[0] not in FLEXIBLE
+    fixed = model.classes is not None or by_name.parse(model.name)[0] not in FLEXIBLE
     classes = model.classes if fixed else len(data.classes)
     return replace(config, model=replace(model, classes=classes, input=_times(data.shape)))
 
 
 def _example(config: Config, original: nn.Module, data: Dataset | None) -> Any:
     if data is None:
-        return models.example(config.model.name, original, config.model.shape)
+        return by_name.example(config.model.name, original, config.model.shape)
     images, _ = next(iter(data.train.ordered(batch=ROWS, limit=ROWS)))
     return images
 

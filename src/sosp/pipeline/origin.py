@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sosp.config import Config
-from sosp.models import digest, parse
+from sosp.nets.by_name import digest, parse
 from sosp.pipeline.job import device_of, network_file
 from sosp.runs import FILE_KEYS, Record
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from sosp.comparison import Plan, states
 from sosp.config import Config, Pruning
-from sosp.models import parse
+from sosp.nets.by_name import parse
 from sosp.report.facts import Facts
 from sosp.report.section import Section
 from sosp.runs import FILES
@@ -19,10 +19,10 @@ def loading(config: Config, path: str) -> list[str]:
     source, name = parse(config.model.name)
     classes = "" if config.model.classes is None else f", classes={config.model.classes}"
     width = "" if config.model.width in (None, 1.0) else f", width={config.model.width!r}"
-    home = "sosp.nets" if source == "sosp" else "sosp.models"
+    home = "sosp.nets" if source == "sosp" else "sosp.nets.by_name"
     made = name if source == "sosp" else config.model.name
     return [
-        "import sosp" if source == "sosp" else "import sosp, sosp.models",
+        "import sosp" if source == "sosp" else "import sosp, sosp.nets.by_name",
         f"original = {home}.make({made!r}{classes}{width})",
         f"model = sosp.load({path!r}, original)",
     ]

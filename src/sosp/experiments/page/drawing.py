@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from sosp.experiments.definition import BASELINE
 from sosp.experiments.page.figures import LOOKS, SECONDS, Figure, Line, Panel, Point, all_lines
-from sosp.models.source import package
+from sosp.nets.by_name.source import package
 
 STYLE = {"svg.hashsalt": "sosp", "svg.fonttype": "none", "font.size": 9}
 OURS = ("sosp-h", "sosp-i", "first-order", "random")  # of one colour in all figures

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from sosp.errors import ArgumentError, nearest
-from sosp.models.source import ROWS, Source, package
 from sosp.nets import Width
+from sosp.nets.by_name.source import ROWS, Source, package
 
 TOKENS = 16  # of an example for a language model
 # The heads that fit labelled data, best first: (the table of classes by type, the class that makes one).

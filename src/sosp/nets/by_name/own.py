@@ -9,8 +9,8 @@ from torch import nn
 from sosp.core.user_code import function
 from sosp.core.user_errors import users_code
 from sosp.errors import ArgumentError
-from sosp.models.source import Source
 from sosp.nets import Width
+from sosp.nets.by_name.source import Source
 
 
 def _make(name: str, classes: int | None, width: Width) -> Any:

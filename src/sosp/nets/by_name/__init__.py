@@ -9,9 +9,9 @@ from torch import nn
 
 from sosp import nets
 from sosp.errors import ArgumentError, nearest
-from sosp.models import own, packages, transformers
-from sosp.models.source import ROWS, Shape, Source
-from sosp.models.weights import digest, read_state, weighted
+from sosp.nets.by_name import own, packages, transformers
+from sosp.nets.by_name.source import ROWS, Shape, Source
+from sosp.nets.by_name.weights import digest, read_state, weighted
 
 SOURCES: dict[str, Source] = {
     "sosp": packages.SOSP,

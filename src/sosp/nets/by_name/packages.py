@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sosp import nets
-from sosp.models.source import ROWS, Shape, Source, check_known, package
+from sosp.nets.by_name.source import ROWS, Shape, Source, check_known, package
 
 IMAGENET: Shape = (3, 224, 224)
 INPUTS: dict[str, Shape] = {  # of sosp's networks that are not for CIFAR, and of torchvision's that are larger
