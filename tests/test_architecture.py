@@ -32,15 +32,15 @@ ALLOWED = {
     "expansion": "errors core graph selection surgery nets data training bottlenecks prune comparison",
     "options": "errors",
     "config": "errors core graph selection scoring nets training comparison expansion options",
-    "runs": "errors config",
+    "runs": "errors core config",
     "pipeline": "errors core graph selection surgery refit scoring nets data training baselines bottlenecks "
     "prune comparison expansion config runs",
-    "report": "errors selection surgery scoring nets training comparison config runs",
+    "report": "errors core selection surgery scoring nets training comparison config runs",
     "experiments": "errors core graph selection surgery scoring nets data training baselines comparison expansion "
     "runs pipeline",
     "sosp": "errors core graph selection surgery refit scoring nets data training baselines bottlenecks "
     "prune comparison expansion experiments",
-    "demo": "errors runs sosp",
+    "demo": "errors core runs sosp",
     "cli": "errors core graph selection surgery nets training comparison options config runs pipeline "
     "report experiments sosp demo",
     "__main__": "cli",

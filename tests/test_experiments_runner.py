@@ -17,6 +17,7 @@ import torch
 
 import sosp
 from sosp import experiments
+from sosp.core.provenance import hardware
 from sosp.data.registry import understood
 from sosp.errors import ArgumentError, DataError, OutOfMemoryError, RunError, TrainingError
 from sosp.experiments import Experiment, Pruned, Setting, Timed, Trained, bench, cutting, networks, runner, together
@@ -25,7 +26,6 @@ from sosp.experiments.cells import document
 from sosp.experiments.origin import commit, described
 from sosp.experiments.records import NETWORKS, Record, find, write
 from sosp.nets import by_name
-from sosp.pipeline.origin import hardware
 from sosp.training import Accuracy, Epoch, Moment
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import sosp
+from sosp.core.documents import write_json
 from sosp.errors import RunError
-from sosp.runs import write_json
 
 RECORD, NETWORK = "demo.json", "small.safetensors"
 RUNS = 50  # of each network, to time it

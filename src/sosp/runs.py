@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from sosp.config import Config, build, first_difference
+from sosp.core.documents import lock, read_json, write_json
 from sosp.errors import ArgumentError, RunError
 
 CONFIG, LOG, METRICS, RESULT, LOCK = "config.json", "log.txt", "metrics.jsonl", "result.json", ".lock"
@@ -141,14 +140,6 @@ def _refuse_other(path: Path, record: Record) -> None:
         raise RunError(f"{path}: holds another run: {gap}. Nothing was changed. Choose another name or folder, or {on}")
 
 
-def lock(file: IO[str]) -> None:
-    """Until the file is closed or the process ends; OSError where another process has it."""
-    with suppress(ImportError):  # not on Windows, where two processes in one folder go unnoticed
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Only one process at a time writes into a run."""
@@ -196,31 +187,3 @@ def network_of(folder: str | Path) -> tuple[Record, Path]:
     if not done:
         raise RunError(f"{folder}: no stage of this run is done. Go on with it: sosp run {folder}")
     return record, run.file(done[-1])
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read ({error.strerror}).") from error
-    except ValueError as error:
-        raise RunError(f"{path}: is not valid JSON ({error}).") from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        with suppress(OSError):
-            temporary.unlink()

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from sosp.core.documents import lock
 from sosp.data import Dataset, load
 from sosp.errors import ArgumentError, DataError, RunError, nearest
 from sosp.experiments.cells import Trained
 from sosp.experiments.origin import described
 from sosp.nets import by_name
-from sosp.runs import lock
 
 EMBEDDED = ("digits",)
 LOCK = ".lock"

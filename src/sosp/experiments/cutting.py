@@ -16,6 +16,7 @@ from sosp.baselines import amc
 from sosp.baselines.eigendamage import Basis, basis, rebuild
 from sosp.comparison import Plan
 from sosp.comparison.work import BATCH, Work, prepared
+from sosp.core.documents import read_json, write_json
 from sosp.core.records import Saliency
 from sosp.errors import ArgumentError, SospError
 from sosp.experiments import together
@@ -26,7 +27,6 @@ from sosp.graph import Flow
 from sosp.graph.cost import alternative
 from sosp.graph.mask import Mask, masked
 from sosp.graph.structures import downsampling, find_structures
-from sosp.runs import read_json, write_json
 from sosp.scoring.score import METHODS, check_structures
 from sosp.selection.select import select
 from sosp.surgery.checkpoint import load, save

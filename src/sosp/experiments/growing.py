@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from sosp import nets
+from sosp.core.documents import read_json, write_json
 from sosp.expansion import Growth, Plan, Setup, chosen, growth_of
 from sosp.experiments.bench import Bench
 from sosp.experiments.cells import Grown, Trained
 from sosp.graph.structures import downsampling
-from sosp.runs import read_json, write_json
 
 
 def fresh(bench: Bench, start: Trained) -> nn.Module:

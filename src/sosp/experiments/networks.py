@@ -17,9 +17,9 @@ from sosp.experiments.together import Group, Training
 from sosp.graph.cost import count
 from sosp.nets import by_name
 from sosp.nets.by_name import digest
-from sosp.pipeline import Watcher
 from sosp.surgery.checkpoint import save
 from sosp.training import Epoch, evaluate
+from sosp.training.watcher import Watcher
 
 
 def is_there(bench: Bench, start: Trained) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sosp.pipeline.origin import origin
+from sosp.core.provenance import origin
 
 
 def described(device: torch.device) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from sosp.core.documents import read_json, write_json
 from sosp.errors import RunError
 from sosp.experiments.cells import KINDS, Cell, document
-from sosp.runs import read_json, write_json
 
 FORMAT = 1
 STATES = ("done", "refused", "failed")  # refused: the library said no; failed: the training broke off

@@ -17,8 +17,8 @@ from sosp.experiments.cutting import Cut, Cutter, unsuited
 from sosp.experiments.definition import Experiment, data_of, pruned, starts_of
 from sosp.experiments.records import Record, find, folder_of, write
 from sosp.experiments.together import Group, Training
-from sosp.pipeline import Watcher
 from sosp.training import Epoch, Moment
+from sosp.training.watcher import Watcher
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from typing import Any
 from torch import nn
 
 from sosp.baselines import Slimming
+from sosp.core.documents import read_json, write_json
 from sosp.data import Dataset
 from sosp.experiments.bench import Bench
-from sosp.pipeline import Watcher
-from sosp.runs import read_json, write_json
 from sosp.training import Epoch, Schedule, Trained, train
+from sosp.training.watcher import Watcher
 
 MEMBERS = "members.json"
 PARTS = "parts.json"  # of a training that was moved: from which epoch on, by what

@@ -6,13 +6,12 @@ from sosp.pipeline.estimate import estimate
 from sosp.pipeline.expanding import check_expansion
 from sosp.pipeline.job import FLEXIBLE, Job, prepare
 from sosp.pipeline.origin import describe, name_of
-from sosp.pipeline.stages import Watcher, carry_out
+from sosp.pipeline.stages import carry_out
 
 __all__ = [
     "FLEXIBLE",
     "TABLE",
     "Job",
-    "Watcher",
     "carry_out",
     "check_comparison",
     "check_expansion",

@@ -11,16 +11,18 @@ from sosp.comparison import Plan, Summary, compare, summaries
 from sosp.comparison.summary import FIGURES
 from sosp.comparison.work import check_method, prepared
 from sosp.config import Pruning
+from sosp.core.documents import write_text
 from sosp.errors import ArgumentError, StructureError
 from sosp.graph.cost import count
 from sosp.graph.structures import downsampling, find_structures
 from sosp.pipeline.job import Job
-from sosp.runs import Run, write_text
+from sosp.runs import Run
 from sosp.scoring.score import METHODS
 from sosp.training import evaluate
 
 if TYPE_CHECKING:
-    from sosp.pipeline.stages import Stand, Watcher
+    from sosp.pipeline.stages import Stand
+    from sosp.training.watcher import Watcher
 
 SLOW = ("exact",)  # S Hessian-vector products; asked for by name only
 TABLE = "comparison.csv"

@@ -12,17 +12,19 @@ from torch import nn
 
 from sosp import nets
 from sosp.config import Pruning
+from sosp.core.documents import write_text
 from sosp.errors import ArgumentError
 from sosp.expansion import Plan, Point, Setup, expand, growth_of
 from sosp.expansion.growth import Growth, Make, check_growth
 from sosp.graph.structures import downsampling
 from sosp.nets.by_name import parse
 from sosp.pipeline.job import Job
-from sosp.runs import Run, write_text
+from sosp.runs import Run
 from sosp.training import Epoch
 
 if TYPE_CHECKING:
-    from sosp.pipeline.stages import Stand, Watcher
+    from sosp.pipeline.stages import Stand
+    from sosp.training.watcher import Watcher
 
 COLUMNS = [f.name for f in fields(Point) if f.name not in ("blocks", "layers")]
 

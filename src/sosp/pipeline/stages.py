@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from torch import nn
 from sosp.baselines import Slimming
 from sosp.config import Pruning, Training
 from sosp.core import distributed
+from sosp.core.documents import write_json
 from sosp.core.records import Saliency
 from sosp.data import Source
 from sosp.expansion import settled
@@ -26,25 +26,14 @@ from sosp.pipeline.expanding import run_expansion
 from sosp.pipeline.job import Job, mask_of, structures_for, teacher_for
 from sosp.prune import Pruned, cut, repaired_cut
 from sosp.refit import Repaired
-from sosp.runs import DETAILS, SALIENCY, Run, write_json
+from sosp.runs import DETAILS, SALIENCY, Run
 from sosp.scoring.score import score
 from sosp.selection.saved_saliency import keep_saliency
 from sosp.surgery.checkpoint import save
-from sosp.training import Epoch, Moment, evaluate, recalibrate, train
+from sosp.training import Epoch, evaluate, recalibrate, train
+from sosp.training.watcher import Watcher
 
 BATCH = 250  # of the data that is scored with; passes cut it to what fits
-
-
-class Watcher(Protocol):
-    """Who is told how a run goes."""
-
-    def event(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Something happened that is worth a line."""
-        ...
-
-    def step(self, stage: str, done: int, total: int, moment: Moment) -> None:
-        """So many steps of a training are done."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

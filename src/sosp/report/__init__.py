@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from sosp.core.documents import write_text
 from sosp.errors import ArgumentError, RunError
-from sosp.runs import REPORT, write_text
+from sosp.runs import REPORT
 
 MARK = '<meta name="generator" content="sosp">'  # of a file that is ours to replace
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from sosp.comparison import Summary, summaries
 from sosp.comparison.cells import Cells
+from sosp.core.documents import read_json
 from sosp.errors import RunError
-from sosp.runs import CELLS, DETAILS, METRICS, SALIENCY, Record, Run, is_run, read_json, read_record
+from sosp.runs import CELLS, DETAILS, METRICS, SALIENCY, Record, Run, is_run, read_record
 from sosp.selection.saved_saliency import SavedSaliency, read_saliency
 from sosp.surgery.checkpoint import inspect
 from sosp.training import Epoch

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+from sosp.core.documents import write_text
 from sosp.errors import RunError
 from sosp.experiments.definition import Experiment
 from sosp.experiments.page.compose import claims, is_refuted, page
@@ -28,7 +29,6 @@ from sosp.experiments.page.findings import (
 from sosp.experiments.page.rows import orphans, rows, shortened
 from sosp.experiments.page.words import table
 from sosp.experiments.runner import state
-from sosp.runs import write_text
 
 INDEX = "index.md"
 ABOUT = (
