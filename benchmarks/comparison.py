@@ -10,9 +10,9 @@ import argparse
 from pathlib import Path
 from statistics import median
 
-from sosp.comparison import Cell, Summary, summaries
-from sosp.comparison.cells import Cells
 from sosp.runs import read_record
+from sosp.studies.compare import Cell, Summary, summaries
+from sosp.studies.compare.cells import Cells
 
 COMMAND = """<!-- not run: needs CIFAR-10 and weights -->
 ```sh

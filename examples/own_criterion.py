@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import sosp
-from sosp.comparison import Plan
 from sosp.scoring.criteria.filters import summed
 from sosp.scoring.method import Method
 from sosp.scoring.passes import Problem
+from sosp.studies.compare import Plan
 
 
 def activity(problem: Problem, options: object) -> Tensor:

@@ -26,23 +26,17 @@ ALLOWED = {
     "data": "errors core",
     "training": "errors core surgery data",
     "baselines": "errors core graph selection surgery scoring data training",
-    "bottlenecks": "errors core graph selection surgery",
     "prune": "errors core graph selection surgery refit scoring",
-    "comparison": "errors core graph selection surgery refit scoring data training baselines",
-    "expansion": "errors core graph selection surgery nets data training bottlenecks prune comparison",
+    "studies": "errors core graph selection surgery refit scoring nets data training baselines prune",
     "options": "errors",
-    "config": "errors core graph selection scoring nets training comparison expansion options",
+    "config": "errors core graph selection scoring nets training studies options",
     "runs": "errors core config",
-    "pipeline": "errors core graph selection surgery refit scoring nets data training baselines bottlenecks "
-    "prune comparison expansion config runs",
-    "report": "errors core selection surgery scoring nets training comparison config runs",
-    "experiments": "errors core graph selection surgery scoring nets data training baselines comparison expansion "
-    "runs pipeline",
-    "sosp": "errors core graph selection surgery refit scoring nets data training baselines bottlenecks "
-    "prune comparison expansion experiments",
-    "demo": "errors core runs sosp",
-    "cli": "errors core graph selection surgery nets training comparison options config runs pipeline "
-    "report experiments sosp demo",
+    "pipeline": "errors core graph selection surgery refit scoring nets data training baselines prune studies "
+    "config runs",
+    "report": "errors core selection surgery scoring nets training studies config runs",
+    "sosp": "errors core graph selection surgery refit scoring nets data training baselines prune studies",
+    "demo": "errors core sosp",
+    "cli": "errors core graph selection surgery nets training studies options config runs pipeline report sosp demo",
     "__main__": "cli",
 }
 

@@ -90,7 +90,7 @@ def test_an_expansion_that_was_stopped_goes_on(here: Path, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("sosp.expansion.courses._tune", stop)
+        patch.setattr("sosp.studies.expand.courses._tune", stop)
         found = call(*words)
     assert found.exit_code == 130
     assert "Go on: sosp run run" in found.stderr

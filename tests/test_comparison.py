@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import sosp
 from commands import call, refusal
-from sosp.comparison import Cell, Plan, compare, summaries
 from sosp.errors import ArgumentError, StructureError
+from sosp.studies.compare import Cell, Plan, compare, summaries
 from sosp.surgery.fold_norms import folded
 
 METHODS = ("sosp-h", "random", "slimming", "group-fisher")

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 import sosp
 from cases import case
-from sosp.bottlenecks import bottlenecks
 from sosp.data import Dataset
 from sosp.errors import ArgumentError, CheckpointError, StructureError
-from sosp.expansion import (
+from sosp.nets import Width
+from sosp.studies.bottlenecks import bottlenecks
+from sosp.studies.expand import (
     Course,
     Expanded,
     Plan,
@@ -30,7 +31,6 @@ from sosp.expansion import (
     run_courses,
     settled,
 )
-from sosp.nets import Width
 from sosp.training import Schedule
 from sosp.training.initial_statistics import is_untouched
 from test_preserve import check_unchanged

@@ -9,27 +9,27 @@ from typing import Any
 import pytest
 
 import sosp
-from sosp import experiments
 from sosp.errors import ArgumentError, RunError
-from sosp.experiments import Cell, Experiment, Pruned, Record, Timed, Trained
-from sosp.experiments.cells import document
-from sosp.experiments.definition import starts
-from sosp.experiments.page.findings import findings
-from sosp.experiments.page.rows import Row
-from sosp.experiments.records import find, read, write
+from sosp.studies import paper
+from sosp.studies.cells import document
+from sosp.studies.experiment import starts
+from sosp.studies.pages.rows import Row
+from sosp.studies.pages.verdicts import findings
+from sosp.studies.paper import Cell, Experiment, Pruned, Record, Timed, Trained
+from sosp.studies.store import find, read, write
 
 SOURCE = Path(__file__).resolve().parents[2] / "shared" / "paper" / "sosp-iclr2022.tex"
-EVERY = pytest.mark.parametrize("name", experiments.EXPERIMENTS)
+EVERY = pytest.mark.parametrize("name", paper.EXPERIMENTS)
 VARIANTS = {
     "as it is": lambda e: e,
-    "tiny": experiments.tiny,
-    "short": lambda e: experiments.in_epochs(e, 30),
+    "tiny": paper.tiny,
+    "short": lambda e: paper.in_epochs(e, 30),
 }
 ORIGIN = {"commit": "abc", "torch": "2", "hardware": "a machine", "begun": "today"}
 
 
 def variants() -> list[Experiment]:
-    return [make(experiments.make(name)) for name in experiments.EXPERIMENTS for make in VARIANTS.values()]
+    return [make(paper.make(name)) for name in paper.EXPERIMENTS for make in VARIANTS.values()]
 
 
 # --- cells ----------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_every_field_of_a_cell_is_in_its_name(change: dict[str, Any]) -> None:
 
 
 def test_a_name_reads_well() -> None:
-    cell = experiments.make("resnet56-cifar10").cells[0]
+    cell = paper.make("resnet56-cifar10").cells[0]
     assert cell.name == "resnet56-cifar10-e200-sosp-h-ratio0.5-weights-e200-s0"
 
 
@@ -80,7 +80,7 @@ def test_a_name_reads_well() -> None:
 
 
 def test_the_settings_are_the_papers() -> None:
-    every = [c for n in experiments.EXPERIMENTS for c in experiments.make(n).cells if isinstance(c, Pruned)]
+    every = [c for n in paper.EXPERIMENTS for c in paper.make(n).cells if isinstance(c, Pruned)]
     cells = [cell for cell in every if cell.tuning.epochs]
     assert {cell.examples for cell in cells if not cell.other_rate} == {1000}
     assert {cell.gate for cell in cells if cell.gate != "weights"} == {"features"}
@@ -96,7 +96,7 @@ def test_the_settings_are_the_papers() -> None:
 def test_eigendamage_is_also_fine_tuned_its_own_way() -> None:
     """As in configs/exp_for_cifar/*/*/one_pass/base/kfacf_eigen_base.json of its repository, and its pruner's code."""
     for name in ("global-high", "global-medium"):
-        cells = [c for c in experiments.make(name).cells if isinstance(c, Pruned)]
+        cells = [c for c in paper.make(name).cells if isinstance(c, Pruned)]
         gentle = [c for c in cells if c.other_rate]
         plain = {replace(c, tuning=c.start.schedule, examples=1000) for c in gentle}
         assert plain == {c for c in cells if c.label == "eigendamage"}
@@ -108,7 +108,7 @@ def test_eigendamage_is_also_fine_tuned_its_own_way() -> None:
 
 
 def test_the_first_experiment_has_the_cells_that_decide() -> None:
-    cells = experiments.make("resnet56-cifar10").cells
+    cells = paper.make("resnet56-cifar10").cells
     wanted = {(m, ("ratio", r)) for m in ("sosp-h", "sosp-i", "first-order", "random") for r in (0.3, 0.5, 0.7)}
     found = {(c.method, c.budget) for c in cells if isinstance(c, Pruned) and c.seed == 0 and c.gate == "weights"}
     assert wanted <= found
@@ -119,18 +119,18 @@ def test_the_first_experiment_has_the_cells_that_decide() -> None:
 
 
 def test_before_tuning_varies_what_may_be_the_reason() -> None:
-    cells = [c for c in experiments.make("before-tuning").cells if isinstance(c, Pruned)]
+    cells = [c for c in paper.make("before-tuning").cells if isinstance(c, Pruned)]
     assert {cell.tuning.epochs for cell in cells} == {0}
     for gate in ("weights", "features"):
         found = {(c.method, c.budget[1], c.examples) for c in cells if c.gate == gate}
         for method in ("sosp-h", "sosp-i", "first-order"):
             assert found >= {(method, ratio, 1000) for ratio in (0.1, 0.3, 0.5, 0.7)} | {(method, 0.5, 5000)}
-    short = [c for c in experiments.in_epochs(experiments.make("before-tuning"), 30).cells if isinstance(c, Pruned)]
+    short = [c for c in paper.in_epochs(paper.make("before-tuning"), 30).cells if isinstance(c, Pruned)]
     assert {(c.start.schedule.epochs, c.tuning.epochs) for c in short} == {(30, 0)}
 
 
 def test_all_of_the_runtime_table_is_there() -> None:
-    found = {(c.network, c.width, c.method) for c in experiments.make("runtime").cells if isinstance(c, Timed)}
+    found = {(c.network, c.width, c.method) for c in paper.make("runtime").cells if isinstance(c, Timed)}
     wanted = {(n, 1.0) for n in ("resnet56", "resnet32x4", "densenet40", "vgg19", "resnet50")}
     wanted |= {("resnet56", float(w)) for w in (2, 4, 8)}
     assert found == {(*place, method) for place in wanted for method in ("sosp-h", "sosp-i")}
@@ -138,7 +138,7 @@ def test_all_of_the_runtime_table_is_there() -> None:
 
 @EVERY
 def test_tiny_is_small_and_on_digits(name: str) -> None:
-    found = experiments.tiny(experiments.make(name))
+    found = paper.tiny(paper.make(name))
     assert 0 < len(found.cells) <= 12
     assert {document(cell).get("data", "digits") for cell in found.cells} == {"digits"}
     assert all(start.schedule.epochs <= 1 and start.network == "digits_resnet" for start in starts(found))
@@ -147,7 +147,7 @@ def test_tiny_is_small_and_on_digits(name: str) -> None:
 @EVERY
 def test_budgets_are_those_of_the_published_rows(name: str) -> None:
     """Where the paper prints a row of a method that is measured, there is a cell for it."""
-    found = experiments.make(name)
+    found = paper.make(name)
     cells = {(c.start.network, c.start.data, c.label, c.budget) for c in found.cells if isinstance(c, Pruned)}
     for row in found.published:
         if row.method in {label for _, _, label, _ in cells} and row.method != "amc":
@@ -176,7 +176,7 @@ def stands(value: float, units: tuple[float, ...], line: str) -> bool:
 @EVERY
 def test_published_numbers_stand_in_their_lines(name: str) -> None:
     lines = SOURCE.read_text(encoding="utf-8").splitlines()
-    for row in experiments.make(name).published:
+    for row in paper.make(name).published:
         for name_, units in UNITS.items():
             value = getattr(row, name_)
             assert value is None or stands(value, units, lines[row.line - 1]), (row, name_)
@@ -184,14 +184,14 @@ def test_published_numbers_stand_in_their_lines(name: str) -> None:
             line = lines[row.final_line - 1]
             assert stands(row.final or 0, (1.0,), line), row
             assert stands(row.final_std or 0, (1.0,), line), row
-    for claim in experiments.make(name).claims:
+    for claim in paper.make(name).claims:
         assert claim.line is None or lines[claim.line - 1].strip(), claim
 
 
 @EVERY
 def test_every_claim_can_be_judged(name: str) -> None:
     """There are cells for both of its sides, that differ in nothing else."""
-    found = experiments.make(name)
+    found = paper.make(name)
     full = [Row(cell, 1, (done(cell),), None) for cell in found.cells if cell.seed == 0]
     said = list(findings(found, full))
     assert [claim for claim in found.claims if claim not in {finding.claim for finding in said}] == []
@@ -209,28 +209,28 @@ def done(cell: Cell) -> Record:
 
 
 def test_seeds_and_patterns_choose_cells() -> None:
-    whole = experiments.make("resnet56-cifar10")
-    assert {cell.seed for cell in experiments.with_seeds(whole, 2).cells} == {0, 1}
-    few = experiments.only(whole, r"cifar10-.*ratio0\.5-weights.*-s0$").cells
+    whole = paper.make("resnet56-cifar10")
+    assert {cell.seed for cell in paper.with_seeds(whole, 2).cells} == {0, 1}
+    few = paper.only(whole, r"cifar10-.*ratio0\.5-weights.*-s0$").cells
     assert [cell.label for cell in few] == ["sosp-h", "sosp-i", "first-order", "random"]
 
 
 def test_another_length_gives_other_cells() -> None:
-    whole, short = experiments.make("shuffle"), experiments.in_epochs(experiments.make("shuffle"), 30)
+    whole, short = paper.make("shuffle"), paper.in_epochs(paper.make("shuffle"), 30)
     assert not {c.name for c in whole.cells} & {c.name for c in short.cells}
     assert all(c.tuning.epochs == c.start.schedule.epochs == 30 for c in short.cells if isinstance(c, Pruned))
-    untrained = experiments.in_epochs(experiments.make("expand-init"), 30)
+    untrained = paper.in_epochs(paper.make("expand-init"), 30)
     assert {start.schedule.epochs for start in starts(untrained)} == {0}
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: experiments.make("resnet-56"), "Did you mean 'resnet56-cifar10'?"),
-        (lambda: experiments.only(experiments.make("shuffle"), "("), "is no regular expression"),
-        (lambda: experiments.only(experiments.make("shuffle"), "vgg"), "names no cell of shuffle"),
-        (lambda: experiments.with_seeds(experiments.make("shuffle"), 0), "seeds=0"),
-        (lambda: experiments.in_epochs(experiments.make("shuffle"), -1), "epochs=-1"),
+        (lambda: paper.make("resnet-56"), "Did you mean 'resnet56-cifar10'?"),
+        (lambda: paper.only(paper.make("shuffle"), "("), "is no regular expression"),
+        (lambda: paper.only(paper.make("shuffle"), "vgg"), "names no cell of shuffle"),
+        (lambda: paper.with_seeds(paper.make("shuffle"), 0), "seeds=0"),
+        (lambda: paper.in_epochs(paper.make("shuffle"), -1), "epochs=-1"),
     ],
 )
 def test_refusals_name_the_way_out(make: Any, words: str) -> None:

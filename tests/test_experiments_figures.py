@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from sosp.experiments import Cell, Experiment, Pruned, Published, Record, Timed, Trained
-from sosp.experiments.cells import Grown, document
-from sosp.experiments.page.drawing import canvas, draw
-from sosp.experiments.page.figures import LOOKS, Figure, Line, Point, figures
-from sosp.experiments.page.rows import rows
-from sosp.experiments.records import NETWORKS
-from sosp.experiments.records import write as keep
+from sosp.studies.cells import Grown, document
+from sosp.studies.pages.drawing import canvas, draw
+from sosp.studies.pages.figures import LOOKS, Figure, Line, Point, figures
+from sosp.studies.pages.rows import rows
+from sosp.studies.paper import Cell, Experiment, Pruned, Published, Record, Timed, Trained
+from sosp.studies.store import NETWORKS
+from sosp.studies.store import write as keep
 
 ORIGIN = {"commit": "c0ffee", "torch": "2.99", "hardware": "Some GPU", "begun": "today"}
 PLACE = ("resnet56", "cifar10")

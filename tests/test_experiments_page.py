@@ -11,19 +11,19 @@ import pytest
 
 import sosp
 from commands import call, lines, refusal
-from sosp import experiments
 from sosp.cli import reproduce
 from sosp.cli.screen import Screen
 from sosp.errors import RunError
-from sosp.experiments import Cell, Claim, Experiment, Pruned, Published, Record, Timed, Trained
-from sosp.experiments.cells import document
-from sosp.experiments.definition import starts
-from sosp.experiments.page import check, pages, write
-from sosp.experiments.page.findings import departures, findings, quicker, verdict
-from sosp.experiments.page.rows import Stat, beside, rows
-from sosp.experiments.page.words import asked, gate, scored_with, size, stated
-from sosp.experiments.records import NETWORKS, everything
-from sosp.experiments.records import write as keep
+from sosp.studies import paper as experiments
+from sosp.studies.cells import document
+from sosp.studies.experiment import starts
+from sosp.studies.pages import check, pages, write
+from sosp.studies.pages.number_format import asked, gate, scored_with, size, stated
+from sosp.studies.pages.rows import Stat, beside, rows
+from sosp.studies.pages.verdicts import departures, findings, quicker, verdict
+from sosp.studies.paper import Cell, Claim, Experiment, Pruned, Published, Record, Timed, Trained
+from sosp.studies.store import NETWORKS, everything
+from sosp.studies.store import write as keep
 
 HERE = Path(__file__).resolve().parents[1]
 ORIGIN = {"commit": "c0ffee", "torch": "2.99", "hardware": "Some GPU", "begun": "today"}

@@ -16,16 +16,18 @@ import pytest
 import torch
 
 import sosp
-from sosp import experiments
 from sosp.core.provenance import hardware
 from sosp.data.registry import understood
 from sosp.errors import ArgumentError, DataError, OutOfMemoryError, RunError, TrainingError
-from sosp.experiments import Experiment, Pruned, Setting, Timed, Trained, bench, cutting, networks, runner, together
-from sosp.experiments.bench import weights_of
-from sosp.experiments.cells import document
-from sosp.experiments.origin import commit, described
-from sosp.experiments.records import NETWORKS, Record, find, write
 from sosp.nets import by_name
+from sosp.studies import cut as cutting
+from sosp.studies import paper, runner, starting_networks, train_groups
+from sosp.studies import setting as bench
+from sosp.studies.cells import document
+from sosp.studies.paper import Experiment, Pruned, Setting, Timed, Trained
+from sosp.studies.provenance import commit, described
+from sosp.studies.setting import weights_of
+from sosp.studies.store import NETWORKS, Record, find, write
 from sosp.training import Accuracy, Epoch, Moment
 
 CPU = torch.device("cpu")
@@ -68,24 +70,24 @@ def setting(folder: Path, **more: Any) -> Setting:
 
 
 def tiny(name: str) -> Experiment:
-    return experiments.tiny(experiments.make(name))
+    return paper.tiny(paper.make(name))
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the tiny experiments have been run, all into one folder."""
     folder = tmp_path_factory.mktemp("experiments")
-    for name in experiments.EXPERIMENTS if FULL else SOME:
+    for name in paper.EXPERIMENTS if FULL else SOME:
         whole = tiny(name)
-        cells = whole.cells if FULL else experiments.only(whole, SOME[name]).cells
-        experiments.run(whole, setting(folder), Watch(), cells=cells)
+        cells = whole.cells if FULL else paper.only(whole, SOME[name]).cells
+        paper.run(whole, setting(folder), Watch(), cells=cells)
     return folder
 
 
 def one(home: Path, name: str, pattern: str) -> tuple[Any, Record]:
     """The cell that the pattern finds, and its record."""
     whole = tiny(name)
-    (cell,) = experiments.only(whole, pattern).cells
+    (cell,) = paper.only(whole, pattern).cells
     found = find(home / "results", whole.name, cell)
     assert found is not None
     return cell, found
@@ -96,7 +98,7 @@ def one(home: Path, name: str, pattern: str) -> tuple[Any, Record]:
 
 def test_all_that_was_asked_for_is_done(home: Path) -> None:
     for name, pattern in SOME.items():
-        for cell in experiments.only(tiny(name), pattern).cells:
+        for cell in paper.only(tiny(name), pattern).cells:
             found = find(home / "results", f"{name}-tiny", cell)
             assert found is not None, cell.name
             assert found.state == "done", found.reason
@@ -211,10 +213,10 @@ def test_cap_and_scale_are_heeded(home: Path) -> None:
 def test_two_cycles_are_two_trainings_that_shuffle_differently(tmp_path: Path) -> None:
     data, short = sosp.data.digits(), replace(sosp.SCHEDULES["digits"], epochs=1)
     model = by_name.make("sosp:digits_resnet", classes=10, width=0.25, seed=3)
-    group = together.Group(together.Training("digits", short, cycles=2), ("a",))
+    group = train_groups.Group(train_groups.Training("digits", short, cycles=2), ("a",))
     table = bench.Bench(setting(tmp_path))
     watch = Watch()
-    found, history = together.trained(table, group, {"a": model}, {"a": 2}, tmp_path, watch)["a"]
+    found, history = train_groups.trained(table, group, {"a": model}, {"a": 2}, tmp_path, watch)["a"]
     told = [(facts["number"], facts["epochs"]) for name, facts in watch.seen if name == "epoch"]
     assert told == [(1, 2), (2, 2)]
     first = sosp.train(model, data, short, seed=2)
@@ -225,9 +227,9 @@ def test_two_cycles_are_two_trainings_that_shuffle_differently(tmp_path: Path) -
 
 def test_a_network_whose_file_is_another_is_not_there(home: Path, tmp_path: Path) -> None:
     start, table = begun(home), bench.Bench(setting(copied(home, tmp_path)))
-    assert networks.is_there(table, start)
+    assert starting_networks.is_there(table, start)
     sosp.save(table.network_file(start), by_name.make("sosp:digits_resnet", classes=10, width=0.25, seed=9))
-    assert not networks.is_there(table, start)
+    assert not starting_networks.is_there(table, start)
 
 
 def test_a_cut_of_another_network_is_made_anew(home: Path, tmp_path: Path) -> None:
@@ -237,7 +239,7 @@ def test_a_cut_of_another_network_is_made_anew(home: Path, tmp_path: Path) -> No
     cutter.cut(cell, tmp_path / cell.name)
     group = tmp_path / "group-0"
     group.mkdir()
-    (group / together.MEMBERS).write_text(f'["{cell.name}", "other"]')
+    (group / train_groups.MEMBERS).write_text(f'["{cell.name}", "other"]')
     written = (tmp_path / cell.name / cutting.NETWORK).stat().st_mtime_ns
     cutter.cut(cell, tmp_path / cell.name)
     assert (tmp_path / cell.name / cutting.NETWORK).stat().st_mtime_ns == written
@@ -295,7 +297,7 @@ def test_slimming_begins_with_a_network_of_its_own(home: Path) -> None:
 
 def test_eigendamage_finds_the_ratio_that_leaves_the_share(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cutting, "HALVINGS", 3)
-    (cell,) = experiments.only(tiny("global-high"), "eigendamage").cells
+    (cell,) = paper.only(tiny("global-high"), "eigendamage").cells
     assert isinstance(cell, Pruned)
     cutter = cutting.Cutter(bench.Bench(setting(home)), cell.start)
     found = cutter.cut(cell, home / "eigendamage")
@@ -321,7 +323,7 @@ def test_times_are_taken_apart_and_repeated(home: Path) -> None:
 def test_without_data_times_are_taken_on_random_numbers_and_say_so(tmp_path: Path) -> None:
     cell = Timed("resnet20", "cifar10", "sosp-h", width=0.25, examples=8, repeats=1)
     whole = Experiment("some", "", "", (cell,))
-    assert experiments.run(whole, setting(tmp_path), Watch()).count("done") == 1
+    assert paper.run(whole, setting(tmp_path), Watch()).count("done") == 1
     record = find(tmp_path / "results", "some", cell)
     assert record is not None
     assert record.facts["inputs"] == "random numbers"
@@ -334,7 +336,7 @@ def test_without_data_times_are_taken_on_random_numbers_and_say_so(tmp_path: Pat
 def test_a_second_run_does_nothing(home: Path) -> None:
     whole, watch = tiny("expand"), Watch()
     before = {p: p.stat().st_mtime_ns for p in (home / "results").rglob("*.json")}
-    found = experiments.run(whole, setting(home), watch)
+    found = paper.run(whole, setting(home), watch)
     assert found.missing == 0
     assert found.count("done") == len(whole.cells)
     assert [name for name, _ in watch.seen] == ["plan"]
@@ -346,87 +348,90 @@ def test_a_second_run_does_nothing(home: Path) -> None:
 def test_what_another_experiment_did_is_not_done_again(home: Path) -> None:
     whole, watch = tiny("shuffle"), Watch()
     plain = [cell for cell in whole.cells if isinstance(cell, Pruned) and not cell.shuffled]
-    experiments.run(whole, setting(home), watch, cells=plain)
+    paper.run(whole, setting(home), watch, cells=plain)
     assert watch.cells("cell") == []
 
 
 def test_a_group_that_was_begun_is_gone_on_with_as_it_was(tmp_path: Path) -> None:
-    training = together.Training("digits", sosp.SCHEDULES["digits"])
+    training = train_groups.Training("digits", sosp.SCHEDULES["digits"])
     known = dict.fromkeys("abcdef", training)
-    first = together.grouped(known, known, tmp_path, 4)
+    first = train_groups.grouped(known, known, tmp_path, 4)
     assert [group.names for group in first] == [("a", "b", "c", "d"), ("e", "f")]
     folder = first[1].folder(tmp_path)
     folder.mkdir()
-    (folder / together.MEMBERS).write_text('["e", "f"]')
+    (folder / train_groups.MEMBERS).write_text('["e", "f"]')
     # f is done, or not wanted: the group is the same still, and comes first.
     wanted = dict.fromkeys("abcde", training)
-    assert [g.names for g in together.grouped(wanted, known, tmp_path, 4)] == [("e", "f"), ("a", "b", "c", "d")]
-    assert [g.names for g in together.grouped(wanted, wanted, tmp_path, 4)] == [("a", "b", "c", "d"), ("e",)]
+    assert [g.names for g in train_groups.grouped(wanted, known, tmp_path, 4)] == [("e", "f"), ("a", "b", "c", "d")]
+    assert [g.names for g in train_groups.grouped(wanted, wanted, tmp_path, 4)] == [("a", "b", "c", "d"), ("e",)]
     other = dict.fromkeys("ef", replace(training, cycles=2))
-    assert [g.names for g in together.grouped(other, other, tmp_path, 4)] == [("e", "f")]
-    assert together.grouped(other, other, tmp_path, 4)[0].folder(tmp_path) != folder
+    assert [g.names for g in train_groups.grouped(other, other, tmp_path, 4)] == [("e", "f")]
+    assert train_groups.grouped(other, other, tmp_path, 4)[0].folder(tmp_path) != folder
     # Begun on a machine with more room.
-    assert [g.names for g in together.grouped(wanted, known, tmp_path, 1)] == [("e", "f"), *zip("abcd", strict=True)]
+    assert [g.names for g in train_groups.grouped(wanted, known, tmp_path, 1)] == [
+        ("e", "f"),
+        *zip("abcd", strict=True),
+    ]
 
 
-def begin(group: together.Group, place: Path) -> Path:
+def begin(group: train_groups.Group, place: Path) -> Path:
     """As if it had been trained for a while."""
     folder = group.folder(place)
     folder.mkdir()
-    (folder / together.MEMBERS).write_text(json.dumps(group.names))
+    (folder / train_groups.MEMBERS).write_text(json.dumps(group.names))
     return folder
 
 
 def test_a_network_is_trained_in_one_of_the_groups_that_were_begun(tmp_path: Path) -> None:
-    training = together.Training("digits", sosp.SCHEDULES["digits"])
+    training = train_groups.Training("digits", sosp.SCHEDULES["digits"])
     known = dict.fromkeys("abcd", training)
     for names in (("a", "b"), ("b", "c")):
-        begin(together.Group(training, names), tmp_path)
-    found = [group.names for group in together.grouped(known, known, tmp_path, 4)]
+        begin(train_groups.Group(training, names), tmp_path)
+    found = [group.names for group in train_groups.grouped(known, known, tmp_path, 4)]
     assert found in ([("a", "b"), ("c", "d")], [("b", "c"), ("a", "d")])
     # What nobody wants any more is not gone on with.
-    assert [g.names for g in together.grouped({"d": training}, known, tmp_path, 4)] == [("d",)]
+    assert [g.names for g in train_groups.grouped({"d": training}, known, tmp_path, 4)] == [("d",)]
 
 
 def test_a_folder_that_is_not_what_it_says_is_no_group(tmp_path: Path) -> None:
     """Of two trainings, or under the name of another one."""
-    first = together.Training("digits", sosp.SCHEDULES["digits"])
+    first = train_groups.Training("digits", sosp.SCHEDULES["digits"])
     second = replace(first, cycles=2)
     known = {"a": first, "b": second, "c": first}
     for training in (first, second):
-        begin(together.Group(training, ("a", "b")), tmp_path)
-    begin(together.Group(first, ("c",)), tmp_path).rename(tmp_path / "group-0")
-    found = together.grouped(known, known, tmp_path, 4)
+        begin(train_groups.Group(training, ("a", "b")), tmp_path)
+    begin(train_groups.Group(first, ("c",)), tmp_path).rename(tmp_path / "group-0")
+    found = train_groups.grouped(known, known, tmp_path, 4)
     assert [(g.training, g.names) for g in found] == [(first, ("a", "c")), (second, ("b",))]
 
 
 def test_networks_of_two_trainings_are_not_mixed(tmp_path: Path) -> None:
-    first = together.Training("digits", sosp.SCHEDULES["digits"])
+    first = train_groups.Training("digits", sosp.SCHEDULES["digits"])
     wanted = {"a": first, "b": replace(first, slimming=1e-4), "c": first, "d": first}
-    assert [g.names for g in together.grouped(wanted, wanted, tmp_path, 2)] == [("a", "c"), ("d",), ("b",)]
+    assert [g.names for g in train_groups.grouped(wanted, wanted, tmp_path, 2)] == [("a", "c"), ("d",), ("b",)]
 
 
 def test_checkpoints_of_a_network_that_is_another_one_now_go(tmp_path: Path) -> None:
-    training = together.Training("digits", sosp.SCHEDULES["digits"])
-    mine, other = (begin(together.Group(training, names), tmp_path) for names in (("a", "b"), ("c",)))
-    together.forget_any(tmp_path, "b")
+    training = train_groups.Training("digits", sosp.SCHEDULES["digits"])
+    mine, other = (begin(train_groups.Group(training, names), tmp_path) for names in (("a", "b"), ("c",)))
+    train_groups.forget_any(tmp_path, "b")
     assert not mine.exists()
     assert other.exists()
 
 
 def test_parts_are_told_as_often_as_a_training_was_moved(tmp_path: Path) -> None:
     """There and back: what was lost and trained again is told once."""
-    group = together.Group(together.Training("digits", sosp.SCHEDULES["digits"]), ("a",))
-    path = begin(group, tmp_path) / together.PARTS
+    group = train_groups.Group(train_groups.Training("digits", sosp.SCHEDULES["digits"]), ("a",))
+    path = begin(group, tmp_path) / train_groups.PARTS
     here, there = ({"hardware": h, "torch": "2.99", "commit": "abc"} for h in ("a desk", "a GPU"))
     for epoch, origin in ((1, here), (2, here), (3, there), (6, here)):
-        together._begin_part(path, epoch, origin)
+        train_groups._begin_part(path, epoch, origin)
     moved = [{"from": 1, **here}, {"from": 3, **there}, {"from": 6, **here}]
-    assert together.parts(group, tmp_path, here) == {"parts": moved}
-    together._begin_part(path, 3, here)
-    assert together.parts(group, tmp_path, here) == {}
-    assert together.parts(group, tmp_path, there) == {"parts": moved[:1]}
-    assert together.parts(group, tmp_path, {**here, "commit": "def"}) == {"parts": moved[:1]}
+    assert train_groups.parts(group, tmp_path, here) == {"parts": moved}
+    train_groups._begin_part(path, 3, here)
+    assert train_groups.parts(group, tmp_path, here) == {}
+    assert train_groups.parts(group, tmp_path, there) == {"parts": moved[:1]}
+    assert train_groups.parts(group, tmp_path, {**here, "commit": "def"}) == {"parts": moved[:1]}
 
 
 # --- killed ---------------------------------------------------------------------------------------------
@@ -446,7 +451,7 @@ def run_two(folder: Path, watch: Watch, side_by_side: int = 2, **origin: str) ->
     bench.FINE[False] = side_by_side
     here = setting(folder)
     try:
-        found = experiments.run(TWO, replace(here, origin={**here.origin, **origin}), watch)
+        found = paper.run(TWO, replace(here, origin={**here.origin, **origin}), watch)
     finally:
         bench.FINE[False] = 1
     return {name: record for name, record in found.records.items() if record is not None}
@@ -518,8 +523,8 @@ def test_epochs_of_a_second_cycle_are_counted_on(tmp_path: Path) -> None:
     here = setting(tmp_path)
     seen = 1 + 3 + 2  # epochs: of the network, of the first cycle, of the second
     with pytest.raises(KeyboardInterrupt):
-        experiments.run(twice, here, at("epoch", seen, stop))
-    (found,) = experiments.run(twice, replace(here, origin={**here.origin, "commit": "def"}), Watch()).records.values()
+        paper.run(twice, here, at("epoch", seen, stop))
+    (found,) = paper.run(twice, replace(here, origin={**here.origin, "commit": "def"}), Watch()).records.values()
     assert found is not None
     assert [(part["from"], part["commit"]) for part in found.facts["parts"]] == [(1, "abc"), (5, "def")]
 
@@ -527,7 +532,7 @@ def test_epochs_of_a_second_cycle_are_counted_on(tmp_path: Path) -> None:
 def test_two_processes_do_not_meet(tmp_path: Path) -> None:
     table = bench.Bench(setting(tmp_path))
     with table.locked(), pytest.raises(RunError, match="another process is working there"):
-        experiments.run(TWO, setting(tmp_path), Watch())
+        paper.run(TWO, setting(tmp_path), Watch())
 
 
 # --- refused and failed ---------------------------------------------------------------------------------
@@ -550,13 +555,13 @@ def test_a_cell_that_is_refused_is_kept_as_such_and_tried_again_on_demand(home: 
     folder = copied(home, tmp_path)
     cell = Pruned(begun(home), "random", ("ratio", 0.98), replace(sosp.SCHEDULES["digits"], epochs=1))
     some = Experiment("some", "", "", (cell,))
-    found = experiments.run(some, setting(folder), Watch())
+    found = paper.run(some, setting(folder), Watch())
     assert found.count("refused") == 1
     assert "cuts the network in two" in found.records[cell.name].reason  # type: ignore[union-attr]
     watch = Watch()
-    experiments.run(some, setting(folder), watch)
+    paper.run(some, setting(folder), watch)
     assert watch.cells("cell") == []
-    experiments.run(some, setting(folder), watch, retry=True)
+    paper.run(some, setting(folder), watch, retry=True)
     assert watch.cells("cell") == [cell.name]
 
 
@@ -569,7 +574,7 @@ def test_a_method_the_network_does_not_allow_is_refused_before_training(
     monkeypatch.setattr(bench, "load", lambda name, folder: understood(noise, name))
     cell = Pruned(Trained("densenet40", "cifar10", width=0.25), "slimming", ("params", 0.5))
     watch = Watch()
-    found = experiments.run(Experiment("some", "", "", (cell,)), setting(tmp_path, data_dir=tmp_path), watch)
+    found = paper.run(Experiment("some", "", "", (cell,)), setting(tmp_path, data_dir=tmp_path), watch)
     assert found.count("refused") == 1
     assert [name for name, _ in watch.seen] == ["plan", "cell"]
 
@@ -591,7 +596,7 @@ def pretended(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
         return dict.fromkeys(group.names, (model, history))
 
     monkeypatch.setattr(cutting.Cutter, "cut", cut)
-    monkeypatch.setattr(together, "trained", trained)
+    monkeypatch.setattr(train_groups, "trained", trained)
     monkeypatch.setitem(bench.FINE, False, 2)
     return copied(home, tmp_path)
 
@@ -603,7 +608,7 @@ def three(home: Path) -> tuple[Pruned, ...]:
 def test_a_training_that_breaks_is_kept_as_failed_and_the_others_go_on(
     home: Path, pretended: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cells, real, groups = three(home), together.trained, []
+    cells, real, groups = three(home), train_groups.trained, []
 
     def trained(bench: Any, group: Any, *rest: Any) -> Any:
         groups.append([int(name[-1]) for name in group.names])
@@ -611,14 +616,14 @@ def test_a_training_that_breaks_is_kept_as_failed_and_the_others_go_on(
             raise TrainingError(f"the loss of {cells[1].name!r} is no finite number at step 3.")
         return real(bench, group, *rest)
 
-    monkeypatch.setattr(together, "trained", trained)
-    found = experiments.run(Experiment("some", "", "", cells), setting(pretended), Watch())
+    monkeypatch.setattr(train_groups, "trained", trained)
+    found = paper.run(Experiment("some", "", "", cells), setting(pretended), Watch())
     assert [r.state for r in found.records.values() if r is not None] == ["done", "failed", "done"]
     assert groups == [[0, 1], [0, 2]]
 
 
 def test_a_group_that_does_not_fit_is_halved(home: Path, pretended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cells, real, sizes = three(home), together.trained, []
+    cells, real, sizes = three(home), train_groups.trained, []
 
     def trained(bench: Any, group: Any, *rest: Any) -> Any:
         sizes.append(len(group.names))
@@ -626,8 +631,8 @@ def test_a_group_that_does_not_fit_is_halved(home: Path, pretended: Path, monkey
             raise OutOfMemoryError("a batch does not fit.")
         return real(bench, group, *rest)
 
-    monkeypatch.setattr(together, "trained", trained)
-    found = experiments.run(Experiment("some", "", "", cells), setting(pretended), Watch())
+    monkeypatch.setattr(train_groups, "trained", trained)
+    found = paper.run(Experiment("some", "", "", cells), setting(pretended), Watch())
     assert found.count("done") == 3
     assert sizes == [2, 1, 1, 1]
 
@@ -635,14 +640,14 @@ def test_a_group_that_does_not_fit_is_halved(home: Path, pretended: Path, monkey
 def test_networks_of_one_schedule_are_trained_side_by_side(home: Path, pretended: Path) -> None:
     cells, watch = three(home), Watch()
     other = replace(cells[0], tuning=replace(cells[0].tuning, epochs=7))
-    experiments.run(Experiment("some", "", "", (*cells, other)), setting(pretended), watch)
+    paper.run(Experiment("some", "", "", (*cells, other)), setting(pretended), watch)
     groups = [facts["cells"] for name, facts in watch.seen if name == "begin"]
     assert groups == [[cells[0].name, cells[1].name], [cells[2].name], [other.name]]
 
 
 def test_first_best_and_final_accuracies_are_told_apart(home: Path, pretended: Path) -> None:
     cell = three(home)[0]
-    found = experiments.run(Experiment("some", "", "", (cell,)), setting(pretended), Watch()).records[cell.name]
+    found = paper.run(Experiment("some", "", "", (cell,)), setting(pretended), Watch()).records[cell.name]
     assert found is not None
     assert {n: found.metrics[n] for n in ("first", "best", "final")} == {"first": 0.7, "best": 0.9, "final": 0.8}
     assert tuple(found.history["test"]) == TESTED
@@ -656,13 +661,13 @@ def test_cells_without_their_data_wait(home: Path, tmp_path: Path) -> None:
     watch, folder = Watch(), copied(home, tmp_path)
     near, far = begun(home), Trained("resnet56", "cifar100")
     some = Experiment("some", "", "", (near, Pruned(far, "sosp-h", ("ratio", 0.5))))
-    found = experiments.run(some, setting(folder), watch)
+    found = paper.run(some, setting(folder), watch)
     assert found.missing == 1
     told = dict(watch.seen)["absent"]
     assert (told["data"], told["cells"]) == ("cifar100", 1)
     assert "--data-dir" in told["reason"]
     with pytest.raises(DataError, match="--data-dir"):
-        experiments.run(Experiment("far", "", "", (far,)), setting(folder), Watch())
+        paper.run(Experiment("far", "", "", (far,)), setting(folder), Watch())
 
 
 def test_where_nothing_is_missing_no_data_is_needed(tmp_path: Path) -> None:
@@ -670,15 +675,15 @@ def test_where_nothing_is_missing_no_data_is_needed(tmp_path: Path) -> None:
     metrics = {"accuracy": 0.7, "params": 8, "macs": 8}
     done = Record(document(far), far.name, NETWORKS, "done", metrics=metrics, origin=setting(tmp_path).origin)
     write(tmp_path / "results", done, NETWORKS)
-    assert experiments.run(Experiment("far", "", "", (far,)), setting(tmp_path)).count("done") == 1
-    assert experiments.run(Experiment("far", "", "", (far,)), setting(tmp_path), cells=()).missing == 0
+    assert paper.run(Experiment("far", "", "", (far,)), setting(tmp_path)).count("done") == 1
+    assert paper.run(Experiment("far", "", "", (far,)), setting(tmp_path), cells=()).missing == 0
 
 
 def test_a_setting_takes_words_and_finds_out_the_rest(home: Path, tmp_path: Path) -> None:
     folder = copied(home, tmp_path)
     cell = replace(three(home)[0], tuning=replace(sosp.SCHEDULES["digits"], epochs=0))
     told = Setting(str(folder / "results"), str(folder / "work"), "cpu")  # type: ignore[arg-type]
-    found = experiments.run(Experiment("some", "", "", (cell,)), told).records[cell.name]
+    found = paper.run(Experiment("some", "", "", (cell,)), told).records[cell.name]
     assert found is not None
     assert found.origin["torch"] == torch.__version__
     assert found.origin["commit"]
@@ -690,7 +695,7 @@ def test_given_weights_are_measured_and_not_trained(tmp_path: Path) -> None:
     sosp.save(tmp_path / "given.safetensors", model)
     watch = Watch()
     given = setting(tmp_path, weights={"digits_resnet": tmp_path / "given.safetensors"})
-    experiments.run(Experiment("some", "", "", (start,)), given, watch)
+    paper.run(Experiment("some", "", "", (start,)), given, watch)
     record = find(tmp_path / "results", NETWORKS, start)
     assert record is not None
     assert record.facts["source"] == "given: given.safetensors"

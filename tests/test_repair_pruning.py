@@ -14,13 +14,13 @@ import sosp
 from cases import case
 from commands import call, lines, refusal
 from oracles import repair as oracle
-from sosp.comparison import Cell, Plan, compare
-from sosp.comparison.cells import Cells
 from sosp.config import Pruning
 from sosp.core.losses import LossLike
 from sosp.errors import ArgumentError
 from sosp.refit import Absent, plan
 from sosp.scoring.criteria.obs import BLOCK, DAMPING, eliminated
+from sosp.studies.compare import Cell, Plan, compare
+from sosp.studies.compare.cells import Cells
 from test_repair import inputs, off
 
 

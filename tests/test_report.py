@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from reports import bottleneck_network, made_up, saliency
-from sosp.comparison import Summary
 from sosp.report import look
 from sosp.report.axis import parts, short_name
 from sosp.report.facts import Course, Facts, Point, Width
@@ -24,6 +23,7 @@ from sosp.report.sections.expansion import averaged
 from sosp.report.sections.losses import verdict
 from sosp.report.sections.saliency import over_several, threshold
 from sosp.report.sections.streams import lanes, pieces
+from sosp.studies.compare import Summary
 
 LAYERS = [("conv1", 3, 8), ("layer1.0.conv1", 8, 8), ("layer1.0.conv2", 8, 8), ("layer2.0.conv1", 8, 16)]
 EVIL = '<script>alert("1")</script>&$x^2$'

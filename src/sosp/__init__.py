@@ -11,12 +11,9 @@ sosp.save("small.safetensors", tuned.model, mask)
 """
 
 from sosp import baselines as learned
-from sosp import data, errors, experiments, nets
+from sosp import data, errors, nets
 from sosp.baselines.eigendamage import Eigendamaged, eigendamage
-from sosp.bottlenecks import Bottlenecks, bottlenecks
-from sosp.comparison import compare
 from sosp.core.records import Layer, Saliency, Structures
-from sosp.expansion import expand
 from sosp.graph import Flow, trace
 from sosp.graph.cost import Cost, count
 from sosp.graph.latency import Latency, latency
@@ -27,6 +24,10 @@ from sosp.refit import Repaired, repair
 from sosp.scoring.passes import SlowPathWarning
 from sosp.scoring.score import METHODS, score
 from sosp.selection.select import select
+from sosp.studies import paper as experiments
+from sosp.studies.bottlenecks import Bottlenecks, bottlenecks
+from sosp.studies.compare import compare
+from sosp.studies.expand import expand
 from sosp.surgery.checkpoint import load, save
 from sosp.surgery.shrink import shrink
 from sosp.surgery.widen import widen

@@ -10,11 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sosp.comparison import Plan
 from sosp.core.records import OBJECTIVES, SCOPES
 from sosp.errors import ArgumentError, nearest
-from sosp.expansion import Plan as Expansion
-from sosp.expansion.plan import WHEN
 from sosp.graph.layout import JOINS, Style
 from sosp.graph.structures import GATES
 from sosp.nets import Width
@@ -35,6 +32,9 @@ from sosp.options import (
 )
 from sosp.scoring.score import METHODS
 from sosp.selection.select import SCALES, budget_of
+from sosp.studies.compare import Plan
+from sosp.studies.expand import Plan as Expansion
+from sosp.studies.expand.plan import WHEN
 from sosp.training import SCHEDULES, Schedule, Speed
 from sosp.training.schedule import SHAPES
 from sosp.training.speed import PRECISIONS

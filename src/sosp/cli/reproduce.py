@@ -10,18 +10,18 @@ from typing import Annotated, Any
 
 import typer
 
-from sosp import experiments
 from sosp.cli.flags import DryRun, Sections, takes
 from sosp.cli.screen import Screen
 from sosp.cli.words import columns, duration, large, share
 from sosp.errors import ArgumentError
-from sosp.experiments import Cell, Experiment, Pruned, Setting, networks
-from sosp.experiments.bench import Bench, can_be_given, weights_of
-from sosp.experiments.definition import starts
-from sosp.experiments.page import write, write_one
-from sosp.experiments.runner import missing
 from sosp.pipeline.job import device_of
 from sosp.report.section import many
+from sosp.studies import paper, starting_networks
+from sosp.studies.experiment import starts
+from sosp.studies.pages import write, write_one
+from sosp.studies.paper import Cell, Experiment, Pruned, Setting
+from sosp.studies.runner import missing
+from sosp.studies.setting import Bench, can_be_given, weights_of
 from sosp.training import Moment
 
 FEW = 12  # cells that a dry run names
@@ -68,7 +68,7 @@ def reproduce(
         show_list(screen)
         return
     _check(name, place, data_dir, status=status, page=page, some=(only, seeds) != (None, None))
-    chosen = [_variant(n, tiny, epochs) for n in ([name] if name else experiments.EXPERIMENTS)]
+    chosen = [_variant(n, tiny, epochs) for n in ([name] if name else paper.EXPERIMENTS)]
     if status:
         some = [replace(e, cells=_chosen(e, only, seeds)) for e in chosen]
         show_status(some, place, screen, cells=name is not None)
@@ -92,7 +92,7 @@ def _check(
 ) -> None:
     """Refuse what would do nothing, or something else than it says."""
     if name is None and not status and page is None:
-        raise ArgumentError(f"which experiment? There are {', '.join(experiments.EXPERIMENTS)} (--list, --status).")
+        raise ArgumentError(f"which experiment? There are {', '.join(paper.EXPERIMENTS)} (--list, --status).")
     if name is None and some:
         raise ArgumentError("--only and --seeds choose cells of one experiment: say which one.")
     if status and page is not None:
@@ -117,14 +117,14 @@ def _setting(
 
 
 def _variant(name: str, tiny: bool, epochs: int | None) -> Experiment:
-    found = experiments.make(name)
-    found = experiments.tiny(found) if tiny else found
-    return found if epochs is None else experiments.in_epochs(found, epochs)
+    found = paper.make(name)
+    found = paper.tiny(found) if tiny else found
+    return found if epochs is None else paper.in_epochs(found, epochs)
 
 
 def _chosen(experiment: Experiment, only: str | None, seeds: int | None) -> tuple[Cell, ...]:
-    found = experiment if seeds is None else experiments.with_seeds(experiment, seeds)
-    return (found if only is None else experiments.only(found, only)).cells
+    found = experiment if seeds is None else paper.with_seeds(experiment, seeds)
+    return (found if only is None else paper.only(found, only)).cells
 
 
 # --- doing ----------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def carry_out(experiment: Experiment, cells: tuple[Cell, ...], setting: Setting,
     """Run it; stopped, say how to go on."""
     screen.say(f"{experiment.name}: {many(len(cells), 'cell')}, records in {setting.results}, on {setting.device}")
     try:
-        found = experiments.run(experiment, setting, Watch(screen), cells=cells, retry=retry)
+        found = paper.run(experiment, setting, Watch(screen), cells=cells, retry=retry)
     except (KeyboardInterrupt, SystemExit):
         screen.bar.clear()
         screen.say("What is done is kept. Go on with the same command.")
@@ -220,7 +220,7 @@ LINES = {
 def show_list(screen: Screen) -> None:
     table = columns("experiment", "cells", "in the paper")
     table.columns[2].justify = "left"
-    for name, make in experiments.EXPERIMENTS.items():
+    for name, make in paper.EXPERIMENTS.items():
         found = make()
         screen.tell({"event": "experiment", "name": name, "title": found.title, "cells": len(found.cells)})
         table.add_row(name, str(len(found.cells)), f"{found.title}: {found.where}")
@@ -231,7 +231,7 @@ def show_status(chosen: list[Experiment], results: Path, screen: Screen, *, cell
     """A row per experiment; of a single one, a line per cell."""
     table = columns("experiment", "cells", "done", "refused", "failed", "missing")
     for experiment in chosen:
-        found = experiments.state(experiment, results)
+        found = paper.state(experiment, results)
         numbers = [found.count(how) for how in ("done", "refused", "failed")] + [found.missing]
         facts = dict(zip(("done", "refused", "failed", "missing"), numbers, strict=True))
         screen.tell({"event": "status", "name": experiment.name, "cells": len(experiment.cells), **facts})
@@ -251,7 +251,7 @@ def show_pages(written: list[Path], screen: Screen) -> None:
 def show_plan(experiment: Experiment, cells: tuple[Cell, ...], setting: Setting, retry: bool, screen: Screen) -> None:
     """A dry run: what would be measured, which networks would be trained first, and for how long in all."""
     todo = missing(experiment, cells, setting.results, retry)
-    first = networks.to_train(Bench(setting), todo)
+    first = starting_networks.to_train(Bench(setting), todo)
     tuned = [cell.tuning.epochs * cell.cycles for cell in todo if isinstance(cell, Pruned)]
     trained = [epochs for epochs in (*tuned, *(start.schedule.epochs for start in first)) if epochs]
     names, before = [cell.name for cell in todo], [start.name for start in first]

@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
-from sosp.comparison import states
 from sosp.graph.cost import Cost
 from sosp.report.headline import networks
+from sosp.studies.compare import states
 
 Facts = Mapping[str, Any]
 

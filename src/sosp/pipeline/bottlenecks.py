@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.bottlenecks import Bottlenecks, bottlenecks
 from sosp.config import Config, Data, Pruning
 from sosp.core.records import Saliency, Structures
 from sosp.errors import ArgumentError, RunError
-from sosp.expansion import settled
 from sosp.nets.by_name import parse
 from sosp.pipeline.expanding import growth_for
 from sosp.pipeline.job import Job, prepare, structures_for
 from sosp.scoring.score import check_structures, score
 from sosp.selection.saved_saliency import SavedSaliency
+from sosp.studies.bottlenecks import Bottlenecks, bottlenecks
+from sosp.studies.expand import settled
 
 
 def prepare_look(config: Config, *, data: bool) -> Job:

@@ -7,9 +7,6 @@ import io
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sosp.comparison import Plan, Summary, compare, summaries
-from sosp.comparison.summary import FIGURES
-from sosp.comparison.work import check_method, prepared
 from sosp.config import Pruning
 from sosp.core.documents import write_text
 from sosp.errors import ArgumentError, StructureError
@@ -18,6 +15,9 @@ from sosp.graph.structures import downsampling, find_structures
 from sosp.pipeline.job import Job
 from sosp.runs import Run
 from sosp.scoring.score import METHODS
+from sosp.studies.compare import Plan, Summary, compare, summaries
+from sosp.studies.compare.summary import FIGURES
+from sosp.studies.workload import check_method, prepared
 from sosp.training import evaluate
 
 if TYPE_CHECKING:

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.bottlenecks import bottlenecks
-from sosp.bottlenecks.find import CostOf
 from sosp.config import Pruning
 from sosp.core.records import INPUT, Saliency, Structures
 from sosp.data import Source
@@ -24,6 +22,8 @@ from sosp.pipeline.job import Job
 from sosp.prune import Pruned
 from sosp.selection.greedy import ranks_of
 from sosp.selection.saved_saliency import read_saliency
+from sosp.studies.bottlenecks import bottlenecks
+from sosp.studies.bottlenecks.find import CostOf
 from sosp.training import evaluate
 
 POINTS = 8  # along the way, the whole mask being the last one

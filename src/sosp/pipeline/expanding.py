@@ -14,12 +14,12 @@ from sosp import nets
 from sosp.config import Pruning
 from sosp.core.documents import write_text
 from sosp.errors import ArgumentError
-from sosp.expansion import Plan, Point, Setup, expand, growth_of
-from sosp.expansion.growth import Growth, Make, check_growth
 from sosp.graph.structures import downsampling
 from sosp.nets.by_name import parse
 from sosp.pipeline.job import Job
 from sosp.runs import Run
+from sosp.studies.expand import Plan, Point, Setup, expand, growth_of
+from sosp.studies.expand.growth import Growth, Make, check_growth
 from sosp.training import Epoch
 
 if TYPE_CHECKING:

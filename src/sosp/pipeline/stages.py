@@ -15,7 +15,6 @@ from sosp.core import distributed
 from sosp.core.documents import write_json
 from sosp.core.records import Saliency
 from sosp.data import Source
-from sosp.expansion import settled
 from sosp.graph.cost import Cost, count
 from sosp.graph.latency import latency
 from sosp.graph.layout import Style
@@ -29,6 +28,7 @@ from sosp.refit import Repaired
 from sosp.runs import DETAILS, SALIENCY, Run
 from sosp.scoring.score import score
 from sosp.selection.saved_saliency import keep_saliency
+from sosp.studies.expand import settled
 from sosp.surgery.checkpoint import save
 from sosp.training import Epoch, evaluate, recalibrate, train
 from sosp.training.watcher import Watcher

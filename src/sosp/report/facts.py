@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sosp.comparison import Summary, summaries
-from sosp.comparison.cells import Cells
 from sosp.core.documents import read_json
 from sosp.errors import RunError
 from sosp.runs import CELLS, DETAILS, METRICS, SALIENCY, Record, Run, is_run, read_record
 from sosp.selection.saved_saliency import SavedSaliency, read_saliency
+from sosp.studies.compare import Summary, summaries
+from sosp.studies.compare.cells import Cells
 from sosp.surgery.checkpoint import inspect
 from sosp.training import Epoch
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from sosp.comparison import Plan, states
 from sosp.config import Config, Pruning
 from sosp.nets.by_name import parse
 from sosp.report.facts import Facts
 from sosp.report.section import Section
 from sosp.runs import FILES
 from sosp.scoring.score import METHODS
+from sosp.studies.compare import Plan, states
 
 
 def loading(config: Config, path: str) -> list[str]:

@@ -8,10 +8,10 @@ from typing import Any
 
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from sosp.comparison import Summary, states
 from sosp.report.facts import Facts
 from sosp.report.look import BLUE, GREEN, INK, MUTED, PURPLE, SMALL, VERMILLION, Plot, blank
 from sosp.report.section import Cell, Number, Section, Table, large, many, whole
+from sosp.studies.compare import Summary, states
 
 # Accuracy -> how it came about.
 STATES = {

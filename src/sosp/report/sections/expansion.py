@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any
 
-from sosp.comparison import Summary
 from sosp.report.facts import Facts
 from sosp.report.section import Cell, Number, Section, Table, large, share, whole
 from sosp.report.sections.comparison import COSTS, curve
+from sosp.studies.compare import Summary
 
 Points = Sequence[Mapping[str, Any]]  # as they stand in result.json
 # Key of a point -> the figure of a summary.

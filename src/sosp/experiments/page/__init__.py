@@ -1,5 +1,0 @@
-"""The results page: every number from a record or from the paper's data; generated, and checked against them."""
-
-from sosp.experiments.page.write import check, pages, write, write_one
-
-__all__ = ["write", "write_one", "check", "pages"]

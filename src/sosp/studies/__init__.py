@@ -1,0 +1,1 @@
+"""Many prunings: compare methods, find and widen bottlenecks, redo the paper's experiments."""

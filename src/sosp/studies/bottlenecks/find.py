@@ -1,0 +1,136 @@
+"""Find the bottlenecks: what a part of the network loses, beside what it would lose if all structures were alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import mean, median
+
+from sosp.core.records import Saliency, Structures
+from sosp.errors import ArgumentError, SospError, is_number
+from sosp.graph import Flow
+from sosp.graph.cost import Cost, cost_of, whole_cost
+from sosp.studies.bottlenecks.blocks import Block, Named, blocks_of
+from sosp.studies.bottlenecks.chance import holm, merged, tails
+from sosp.studies.bottlenecks.record import FITTING, NARROW, WIDE, Bottlenecks, Part, Size
+from sosp.studies.bottlenecks.removals import Given, Removals, removals_of
+from sosp.surgery.widen import widened
+
+CostOf = Callable[[Mapping[str, float]], Cost]  # layer -> factor: what the network with these widths costs
+
+
+def bottlenecks(
+    given: Given,
+    *,
+    ratios: Sequence[float] | None = None,
+    again: Sequence[Given] = (),
+    structures: Structures | None = None,
+    blocks: Named | None = None,
+    alpha: float = 0.05,
+    cost: CostOf | None = None,
+) -> Bottlenecks:
+    """Which layers and blocks are too narrow, which are over-wide, and widths that would even it out.
+
+    ``given``: a saliency, or masks of one network at one or several ratios. ``ratios``: overall shares to remove by
+    the saliency, 0.1 to 0.9 unless told otherwise. ``again``: saliencies from other examples, for the stability.
+    ``structures``: those that masks (or a saliency from a file) come from; without them every layer is a block.
+    ``blocks``: block -> layers or patterns, in place of the stages that the network's adds make.
+
+    The rule. Were all S structures alike, n of them removed would hit a part of m structures like a draw without
+    looking: hypergeometric(S, m, n). A part is "too narrow" if it loses too little for that, and "over-wide" if too
+    much, at half of the ratios at least (``chance.merged``), corrected for the number of parts by Holm, at level
+    ``alpha``; and if evening it out changes the width of its narrowest layer. Otherwise it is "as needed". The factor
+    that would even a part out is the share of it that is kept over the share of all that is kept, the median over the
+    ratios. ``cost``: layer -> factor to ``Cost``, for networks whose widths are better counted otherwise.
+    """
+    if not is_number(alpha) or not 0 < alpha < 1:
+        raise ArgumentError(f"alpha={alpha!r} must be a number between 0 and 1.")
+    structures = given.structures if isinstance(given, Saliency) else structures
+    _refuse_blocks(structures)
+    groups = None if structures is None else blocks_of(structures, blocks)
+    found, *others = [_judged(removals_of(g, ratios, structures), groups, alpha) for g in (given, *again)]
+    found = replace(
+        found,
+        layers=_stable(found.layers, [o.layers for o in others]),
+        blocks=_stable(found.blocks, [o.blocks for o in others]),
+        subsamples=len(others),
+    )
+    return _costed(found, None if structures is None else structures.flow, cost)
+
+
+def _refuse_blocks(structures: Structures | None) -> None:
+    if structures is not None and structures.kind == "blocks":
+        raise ArgumentError("kind='blocks' has one structure per branch, and no widths. Use kind='filters'.")
+
+
+def _judged(removals: Removals, groups: Sequence[Block] | None, alpha: float) -> Bottlenecks:
+    single = tuple(Block(name, (name,)) for name in removals.layers)
+    own = set(removals.layers)
+    kept = [replace(b, layers=tuple(n for n in b.layers if n in own)) for b in groups or single]
+    return Bottlenecks(
+        removals.method,
+        removals.ratios,
+        _parts(removals, single, alpha),
+        _parts(removals, [b for b in kept if b.layers], alpha),
+        alpha,
+        0,
+    )
+
+
+def _parts(removals: Removals, blocks: Sequence[Block], alpha: float) -> tuple[Part, ...]:
+    sizes = dict(zip(removals.layers, removals.sizes, strict=True))
+    rows = [dict(zip(removals.layers, row, strict=True)) for row in removals.gone]
+    found = [_part(b, sizes, [sum(row[n] for n in b.layers) for row in rows], removals) for b in blocks]
+    corrected = holm([part.p for part in found])
+    return tuple(_with_verdict(part, p, alpha, sizes) for part, p in zip(found, corrected, strict=True))
+
+
+def _part(block: Block, sizes: Mapping[str, int], gone: list[int], removals: Removals) -> Part:
+    """What a block loses; ``verdict`` is which way it deviates, ``p`` not yet corrected."""
+    total, members = removals.total, sum(sizes[n] for n in block.layers)
+    drawn = [sum(row) for row in removals.gone]
+    chances = [tails(total, members, n, k) for n, k in zip(drawn, gone, strict=True)]
+    low, high = merged([c[0] for c in chances]), merged([c[1] for c in chances])
+    kept = [(1 - k / members) / (1 - n / total) for n, k in zip(drawn, gone, strict=True) if n < total]
+    return Part(
+        block.name,
+        block.layers,
+        members,
+        tuple(k / members for k in gone),
+        min(1.0, 2 * min(low, high)),  # either way
+        median(kept) if kept else 1.0,
+        NARROW if low < high else WIDE,
+    )
+
+
+def _with_verdict(part: Part, p: float, alpha: float, sizes: Mapping[str, int]) -> Part:
+    """As needed, unless chance does not explain it and it is worth a channel of the narrowest layer."""
+    narrowest = min(sizes[n] for n in part.layers)
+    wanted = narrowest * part.factor
+    worth = round(wanted) > narrowest if part.verdict == NARROW else round(wanted) < narrowest
+    factor = max(part.factor, 1 / narrowest)  # one channel stays
+    return replace(part, p=p, factor=factor, verdict=part.verdict if p < alpha and worth else FITTING)
+
+
+def _stable(parts: tuple[Part, ...], others: list[tuple[Part, ...]]) -> tuple[Part, ...]:
+    if not others:
+        return parts
+    said = [{part.name: part.verdict for part in other} for other in others]
+    return tuple(replace(p, stability=mean(s.get(p.name) == p.verdict for s in said)) for p in parts)
+
+
+def _costed(found: Bottlenecks, flow: Flow | None, cost: CostOf | None) -> Bottlenecks:
+    """With the size of the network as it is, and with the widths that are recommended."""
+    if flow is None:
+        return replace(found, note="the flow of its channels is not known.")
+    before = whole_cost(flow)
+    try:
+        after = (cost or by_flow(flow))(found.widths(found.factors)) if found.factors else before
+    except SospError as error:
+        return replace(found, before=Size(before.params, before.macs), note=str(error))
+    return replace(found, before=Size(before.params, before.macs), after=Size(after.params, after.macs))
+
+
+def by_flow(flow: Flow) -> CostOf:
+    """Count along the channel flow, exactly; widths that the code fixes are refused by name."""
+    return lambda factors: cost_of(flow, widened(flow, factors, frozenset(factors)))

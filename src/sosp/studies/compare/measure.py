@@ -1,0 +1,138 @@
+"""Every method on the same work: one scoring pass each, then a cell for every ratio, before and after fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from sosp.core import distributed
+from sosp.data import Dataset
+from sosp.errors import DisconnectedError
+from sosp.refit import repair
+from sosp.scoring.score import METHODS
+from sosp.studies.compare.cells import Cell, Cells, Plan
+from sosp.studies.compare.cut import Cutter, cutter
+from sosp.studies.workload import Work, prepared
+from sosp.surgery.fold_norms import folded
+from sosp.training import Schedule, Speed, evaluate, recalibrate, train
+
+TOGETHER = 8  # networks that are fine-tuned side by side
+
+OnCell = Callable[[Cell], None]
+
+
+def compare(
+    model: nn.Module,
+    data: Dataset,
+    plan: Plan,
+    *,
+    schedule: Schedule | None = None,
+    folder: str | Path | None = None,
+    device: torch.device | str | None = None,
+    speed: Speed | None = None,
+    on_cell: OnCell | None = None,
+) -> tuple[Cell, ...]:
+    """A cell for every method, ratio and seed of the plan: accuracy after the cut alone, with batch norm statistics
+    taken anew, repaired where the plan says so, and, with a ``schedule``, after fine-tuning; parameters and MACs;
+    seconds to score.
+
+    With ``folder`` every cell that is done is kept there and not measured again. ``on_cell`` is told of each one that
+    is new. The model is left as it was.
+    """
+    work = prepared(model, data, plan, device)
+    place = None if folder is None else Path(folder)
+    if place is not None:
+        place.mkdir(parents=True, exist_ok=True)
+    cells = Cells(place)
+    distributed.wait()  # all have read what is there before one of them writes
+    for seed in plan.draws:
+        for method in plan.methods:
+            cuts = cutter(work, method, seed)
+            _cut(work, cuts, cells, on_cell)
+            if schedule is not None:
+                _tune(work, cuts, cells, on_cell, schedule, place, speed)
+    wanted = [(m, r, s) for m in plan.methods for r in plan.ratios for s in plan.draws]
+    return tuple(cells.known[key] for key in wanted)
+
+
+def _cut(work: Work, cuts: Cutter, cells: Cells, on_cell: OnCell | None) -> None:
+    """The cells of a method and a seed that are not there yet, before any training."""
+    for ratio in work.plan.ratios:
+        known = cells.known.get((cuts.method, ratio, cuts.seed))
+        if known is None:
+            cell = _measured(work, cuts, ratio)
+        elif work.plan.repair and known.repaired is None and _repairable(known):
+            cell = replace(known, repaired=_repaired(work, cuts.at(ratio).model, cuts.seed))
+        else:
+            continue
+        cells.keep(cell)
+        if on_cell is not None:
+            on_cell(cell)
+
+
+def _measured(work: Work, cuts: Cutter, ratio: float) -> Cell:
+    blank = Cell(cuts.method, ratio, cuts.seed)
+    try:
+        cut = cuts.at(ratio)
+    except DisconnectedError as error:
+        return replace(blank, refusal=str(error))
+    again = recalibrate(cut.quick, work.data.train, examples=work.plan.recalibrate, seed=cuts.seed)
+    return replace(
+        blank,
+        structures=cut.structures,
+        removed=cut.removed,
+        params=cut.exact.params,
+        macs=cut.exact.macs,
+        params_alternative=cut.other.params,
+        macs_alternative=cut.other.macs,
+        masked=_accuracy(work, cut.quick),
+        recalibrated=_accuracy(work, again),
+        repaired=_repaired(work, cut.model, cuts.seed) if work.plan.repair and _repairable(blank) else None,
+        seconds=cut.seconds,
+    )
+
+
+def _accuracy(work: Work, model: nn.Module) -> float:
+    return evaluate(folded(model, work.example), work.data.test).top1
+
+
+def _repairable(cell: Cell) -> bool:
+    """Its layers are those of the original, with fewer channels."""
+    return not cell.refusal and "rotation" not in METHODS[cell.method].needs
+
+
+def _repaired(work: Work, small: nn.Module, seed: int) -> float:
+    fixed = repair(small, work.model, work.data.train, examples=work.plan.recalibrate, seed=seed)
+    return _accuracy(work, fixed.model)
+
+
+def _tune(
+    work: Work,
+    cuts: Cutter,
+    cells: Cells,
+    on_cell: OnCell | None,
+    schedule: Schedule,
+    folder: Path | None,
+    speed: Speed | None,
+) -> None:
+    """Fine-tune what is not yet, all ratios of a method side by side."""
+    keys = [(cuts.method, ratio, cuts.seed) for ratio in work.plan.ratios]
+    left = [cells.known[k] for k in keys if not cells.known[k].refusal]
+    if all(cell.tuned is not None for cell in left):
+        return
+    for start in range(0, len(left), TOGETHER):
+        part = {f"{c.method}-{c.ratio:g}": c for c in left[start : start + TOGETHER]}
+        small = {name: cuts.at(c.ratio).model for name, c in part.items()}
+        place = None if folder is None else folder / "checkpoints" / f"{cuts.method}-{cuts.seed}-{start}"
+        trained = train(small, work.data, schedule, seed=cuts.seed, folder=place, device=work.device, speed=speed)
+        for name, cell in part.items():
+            history = trained[name].history
+            tested = [e.test.top1 for e in history if e.test is not None]
+            cell = replace(cell, tuned=tested[-1], best=max(tested))
+            cells.keep(cell)
+            if on_cell is not None:
+                on_cell(cell)

@@ -1,0 +1,61 @@
+"""Cells over their seeds: mean and standard deviation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import mean, stdev
+
+from sosp.studies.compare.cells import Cell
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A method at a ratio, over its seeds: mean and standard deviation (0 for a single one) of every figure."""
+
+    method: str
+    ratio: float
+    seeds: int
+    means: Mapping[str, float]
+    stds: Mapping[str, float]
+    refusal: str = ""
+
+
+STATES = ("tuned", "repaired", "recalibrated", "masked")  # of a network's accuracy, the one to go by first
+
+
+def states(means: Iterable[Mapping[str, float]]) -> list[str]:
+    """Those that are there, in that order."""
+    known = {name for some in means for name in some}
+    return [state for state in STATES if state in known]
+
+
+FIGURES = (
+    "masked",
+    "recalibrated",
+    "repaired",
+    "tuned",
+    "best",
+    "params",
+    "macs",
+    "params_alternative",
+    "macs_alternative",
+    "seconds",
+)
+
+
+def summaries(cells: tuple[Cell, ...]) -> list[Summary]:
+    """In the order in which methods and ratios come."""
+    groups: dict[tuple[str, float], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.method, cell.ratio), []).append(cell)
+    return [_summary(method, ratio, group) for (method, ratio), group in groups.items()]
+
+
+def _summary(method: str, ratio: float, group: list[Cell]) -> Summary:
+    good = [c for c in group if not c.refusal]
+    refusal = "" if good else group[0].refusal
+    values = {name: [v for c in good if (v := getattr(c, name)) is not None] for name in FIGURES}
+    means = {name: mean(found) for name, found in values.items() if found}
+    stds = {name: stdev(found) if len(found) > 1 else 0.0 for name, found in values.items() if found}
+    return Summary(method, ratio, len(good), means, stds, refusal)

@@ -1,0 +1,132 @@
+"""Expand-pruning: find the bottleneck, widen it, start anew; beside it the network as it is, and one widened evenly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from torch import nn
+
+from sosp.core import distributed
+from sosp.data import Dataset
+from sosp.errors import ArgumentError, CheckpointError
+from sosp.nets import Width
+from sosp.studies.bottlenecks import Bottlenecks, bottlenecks
+from sosp.studies.bottlenecks.removals import RATIOS
+from sosp.studies.expand.courses import run_courses, scored, shares
+from sosp.studies.expand.folder import claim, read_json, write_json
+from sosp.studies.expand.growth import Growth, Make, check_growth, growth_of
+from sosp.studies.expand.matching_width import Constant, matching
+from sosp.studies.expand.plan import Course, Plan, Setup
+from sosp.studies.expand.points import Point
+from sosp.training import train
+
+LAYERS = 5  # that are widened where every layer is a block, as the paper does for VGG
+CHOICE = "choice.json"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is widened: the blocks that lose least, and for comparison everything by a constant."""
+
+    blocks: tuple[str, ...]
+    removed: Mapping[str, float]  # block -> the share it loses at the plan's ``probe``
+    factors: Mapping[str, float]  # layer -> factor
+    constant: Constant  # that matches the parameters
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """What was widened, and the points of the three courses: "vanilla", "expand" and "widen"."""
+
+    choice: Choice
+    points: tuple[Point, ...]
+
+
+def expand(
+    network: nn.Module | Make,
+    data: Dataset,
+    plan: Plan | None = None,
+    setup: Setup | None = None,
+    *,
+    trained: nn.Module | None = None,
+    base: Width = 1.0,
+) -> Expanded:
+    """Train, find the least pruned blocks, widen them, start anew, train, prune and train again (Sec. 3.3).
+
+    ``network``: a function of its width (``lambda width: sosp.nets.resnet56(width=width)``), or any module, which is
+    widened by ``sosp.widen`` and whose layers are drawn anew. Beside "expand" two other courses are run: "vanilla",
+    the network as it is, and "widen", every layer by the constant that gives the parameters of "expand".
+    ``plan.when="init"``: blocks are found and networks pruned before any training, and then trained once (App. A.11).
+    ``trained``: the network as it is, trained already. ``base``: its width, where the function makes it from another.
+    """
+    plan, setup = plan or Plan(), setup or Setup()
+    claim(plan, setup)
+    example, _ = next(iter(data.train.ordered(batch=8, limit=8)))
+    growth = growth_of(network, example, base)
+    check_growth(growth, plan.factor)
+    vanilla = growth.make({}, setup.seed)
+    started = plan.when == "trained"
+    probed = vanilla if not started else _trained(vanilla, data, setup) if trained is None else trained
+    choice = _kept(setup) or chosen(growth, probed, data, plan, setup)
+    _keep(setup, choice)
+    everything = dict.fromkeys(growth.layers, choice.constant.factor)
+    wide = {"expand": growth.make(choice.factors, setup.seed), "widen": growth.make(everything, setup.seed)}
+    courses = [Course(name, name, before=int(started)) for name in ("vanilla", *wide)]
+    begun = {"vanilla": probed} if started else None
+    return Expanded(choice, run_courses({"vanilla": vanilla, **wide}, courses, data, plan, setup, trained=begun))
+
+
+def init_or_trained(
+    network: nn.Module, data: Dataset, plan: Plan | None = None, setup: Setup | None = None
+) -> tuple[Point, ...]:
+    """Prune a trained network, or one that is not: both are trained for two cycles in all (App. A.9)."""
+    courses = [Course("train-pruning", "network"), Course("init-pruning", "network", before=0, after=2)]
+    return run_courses({"network": network}, courses, data, plan, setup)
+
+
+def chosen(growth: Growth, model: nn.Module, data: Dataset, plan: Plan, setup: Setup) -> Choice:
+    """What to widen, by the saliency of a network that is trained, or that is not."""
+    _, saliency = scored(model, data, plan, setup, plan.method)
+    seen = bottlenecks(saliency, ratios=sorted({*RATIOS, plan.probe}))
+    return choice_of(seen, growth, plan)
+
+
+def choice_of(seen: Bottlenecks, growth: Growth, plan: Plan) -> Choice:
+    """The blocks that lose least at ``plan.probe``, and the constant that costs as many parameters."""
+    alone = all(len(block.layers) == 1 for block in seen.blocks)
+    count = plan.blocks or (min(LAYERS, len(seen.blocks)) if alone else 1)
+    if count > len(seen.blocks):
+        names = ", ".join(block.name for block in seen.blocks)
+        raise ArgumentError(f"blocks={count} are to be widened, but the network has {len(seen.blocks)}: {names}.")
+    picked = seen.least(count, plan.probe)
+    factors = seen.widths({part.name: plan.factor for part in picked})
+    place = min(range(len(seen.ratios)), key=lambda i: abs(seen.ratios[i] - plan.probe))
+    constant = matching(lambda factor: growth.params(dict.fromkeys(growth.layers, factor)), growth.params(factors))
+    return Choice(tuple(part.name for part in picked), shares(seen, place), factors, constant)
+
+
+def _trained(vanilla: nn.Module, data: Dataset, setup: Setup) -> nn.Module:
+    place = None if setup.place is None else setup.place / "checkpoints" / "vanilla"
+    found = train({"vanilla": vanilla}, data, setup.schedule, seed=setup.seed, folder=place, **setup.options)
+    model: nn.Module = found["vanilla"].model
+    return model
+
+
+# --- a choice stays what it was, also where scoring again would round otherwise -----------------------------
+
+
+def _kept(setup: Setup) -> Choice | None:
+    if setup.place is None or not (setup.place / CHOICE).is_file():
+        return None
+    found = read_json(setup.place / CHOICE)
+    try:
+        return Choice(**{**found, "blocks": tuple(found["blocks"]), "constant": Constant(**found["constant"])})
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(f"{setup.place / CHOICE}: is not what an expansion wrote ({error}).") from error
+
+
+def _keep(setup: Setup, choice: Choice) -> None:
+    if setup.place is not None:
+        write_json(setup.place / CHOICE, asdict(choice))
+    distributed.wait()

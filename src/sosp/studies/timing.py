@@ -1,0 +1,96 @@
+"""How long the pruning step takes, warmed up and repeated."""
+
+from __future__ import annotations
+
+import time
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sosp.core.records import Structures
+from sosp.graph.cost import count
+from sosp.graph.structures import downsampling, find_structures
+from sosp.scoring.score import score
+from sosp.selection.select import select
+from sosp.studies.cells import Timed, document
+from sosp.studies.setting import Bench, made
+from sosp.studies.store import Record
+from sosp.training import recalibrate
+
+# What a dataset's images look like, for when it is not there: channels, edge, classes.
+SHAPES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "imagenet": (3, 224, 1000), "digits": (1, 8, 10)}
+BATCH = 250
+FEW = 32  # examples that warm up where one pass takes minutes
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def measured(bench: Bench, cell: Timed, experiment: str) -> Record:
+    """The record of a cell: mean and deviation over its repeats, scoring and selecting apart."""
+    batches, classes, source = inputs(bench, cell)
+    network = made(cell.network, classes, cell.width, cell.seed).to(bench.device)
+    network = recalibrate(network, batches)
+    example = batches[0][0][:8]
+    found = find_structures(network, example, gate=cell.gate, exclude=downsampling(network))
+    _once(bench, cell, network, found, batches if cell.repeats > 1 else [(x[:FEW], y[:FEW]) for x, y in batches[:1]])
+    if bench.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(bench.device)
+    times = [_once(bench, cell, network, found, batches) for _ in range(cell.repeats)]
+    cost, whole = count(network, example), [scoring + selecting for scoring, selecting in times]
+    metrics = {
+        "seconds": mean(whole),
+        "seconds_std": stdev(whole) if len(whole) > 1 else 0.0,
+        "score": mean(scoring for scoring, _ in times),
+        "select": mean(selecting for _, selecting in times),
+        "structures": len(found),
+        "params": cost.params,
+        "macs": cost.macs,
+        "outputs": classes,
+    }
+    if bench.device.type == "cuda":
+        metrics["peak_bytes"] = torch.cuda.max_memory_allocated(bench.device)
+    return Record(
+        document(cell),
+        cell.name,
+        experiment,
+        "done",
+        metrics=metrics,
+        history={"seconds": whole},
+        facts={"inputs": source},
+        origin=bench.setting.origin,
+    )
+
+
+def _once(
+    bench: Bench, cell: Timed, network: nn.Module, structures: Structures, batches: Batches
+) -> tuple[float, float]:
+    """Seconds to score, and to select."""
+    begun = _clock(bench.device)
+    random = torch.Generator().manual_seed(cell.seed)
+    examples = sum(len(y) for _, y in batches)
+    saliency = score(network, batches, method=cell.method, structures=structures, examples=examples, generator=random)
+    scored = _clock(bench.device)
+    select(saliency, ratio=cell.ratio)
+    return scored - begun, _clock(bench.device) - scored
+
+
+def _clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def inputs(bench: Bench, cell: Timed) -> tuple[Batches, int, str]:
+    """Batches on the device, the number of classes, and what they are."""
+    if bench.has(cell.data):
+        data = bench.data(cell.data)
+        few = data.train.subset(min(cell.examples, len(data.train)), cell.seed)
+        return list(few.to(bench.device).ordered(batch=BATCH)), len(data.classes), cell.data
+    channels, edge, classes = SHAPES[cell.data]
+    random = torch.Generator().manual_seed(cell.seed)
+    options: dict[str, Any] = {"generator": random}
+    whole = torch.randn(cell.examples, channels, edge, edge, **options).to(bench.device)
+    labels = torch.randint(classes, (cell.examples,), **options).to(bench.device)
+    return list(zip(whole.split(BATCH), labels.split(BATCH), strict=True)), classes, "random numbers"
