@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from statistics import median
 
-from sosp.runs import read_record
+from sosp.app.run.folder import read_record
 from sosp.studies.compare import Cell, Summary, summaries
 from sosp.studies.compare.cells import Cells
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import sosp
-from sosp.pipeline.origin import hardware
+from sosp.app.run.provenance import hardware
 
 CUTS = ("sosp-i", "sosp-h", "slimming", "random", "sosp-obs", "sosp-i:4", "sosp-obs:4", "sosp-obs:8")  # method:rounds
 STARTS = ("masked", "recalibrated", "repaired")

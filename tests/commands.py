@@ -5,7 +5,7 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
-from sosp import cli
+from sosp.app import cli
 
 QUICK = ("--data", "digits", "--width", "0.25", "--epochs", "2")
 TOML = """

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from sosp.config import build
-from sosp.report.facts import Course, Facts, Layer, Point, Width
-from sosp.runs import Record
+from sosp.app.config import build
+from sosp.app.report.facts import Course, Facts, Layer, Point, Width
+from sosp.app.run.folder import Record
 from sosp.selection.saved_saliency import SavedSaliency
 from sosp.training import Accuracy, Epoch
 

@@ -28,16 +28,9 @@ ALLOWED = {
     "baselines": "errors core graph selection surgery scoring data training",
     "prune": "errors core graph selection surgery refit scoring",
     "studies": "errors core graph selection surgery refit scoring nets data training baselines prune",
-    "options": "errors",
-    "config": "errors core graph selection scoring nets training studies options",
-    "runs": "errors core config",
-    "pipeline": "errors core graph selection surgery refit scoring nets data training baselines prune studies "
-    "config runs",
-    "report": "errors core selection surgery scoring nets training studies config runs",
     "sosp": "errors core graph selection surgery refit scoring nets data training baselines prune studies",
-    "demo": "errors core sosp",
-    "cli": "errors core graph selection surgery nets training studies options config runs pipeline report sosp demo",
-    "__main__": "cli",
+    "app": "errors core graph selection surgery refit scoring nets data training baselines prune studies sosp",
+    "__main__": "app",
 }
 
 # In the order of the flow.

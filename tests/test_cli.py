@@ -15,14 +15,14 @@ from rich.console import Console
 
 import sosp
 from commands import call, lines, refusal
-from sosp import cli, demo
-from sosp.cli import look, work
-from sosp.cli.bar import Bar
-from sosp.config import SECTIONS, Config, as_flag
+from sosp.app import cli, demo
+from sosp.app.cli import inspect, runs
+from sosp.app.cli.progress import Bar
+from sosp.app.config import SECTIONS, Config, as_flag
+from sosp.app.options import FLAG, NUMBER, NUMBERS, SHAPE, SHARES, TEXT, TEXTS, WHOLE, WIDTHS, Kind, Option, options_of
 from sosp.core.progress import SHOWN
 from sosp.errors import OutOfMemoryError, SospError, TrainingError
 from sosp.nets import by_name
-from sosp.options import FLAG, NUMBER, NUMBERS, SHAPE, SHARES, TEXT, TEXTS, WHOLE, WIDTHS, Kind, Option, options_of
 from sosp.training import Moment
 
 MODEL = "--weights --classes --width --input"
@@ -147,7 +147,7 @@ def sample(key: str, option: Option) -> tuple[list[str], Any]:
 @pytest.mark.parametrize(("command", "section", "key"), CASES)
 def test_every_option_becomes_a_key(command: str, section: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Config] = []
-    monkeypatch.setattr(work, "launch", lambda config, *_, **__: seen.append(config))
+    monkeypatch.setattr(runs, "launch", lambda config, *_, **__: seen.append(config))
     option = options_of(SECTIONS[section])[key]
     words, value = sample(key, option)
     flag = as_flag(section, key)
@@ -167,7 +167,7 @@ def test_every_option_becomes_a_key(command: str, section: str, key: str, monkey
 @pytest.mark.parametrize("key", options_of(SECTIONS["run"]))
 def test_run_takes_the_place_from_flags(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Config] = []
-    monkeypatch.setattr(work, "launch", lambda config, *_, **__: seen.append(config))
+    monkeypatch.setattr(runs, "launch", lambda config, *_, **__: seen.append(config))
     (tmp_path / "c.toml").write_text("[model]\nname = 'sosp:resnet20'\n[prune]\n[run]\nseed = 3\nname = 'there'\n")
     words, value = sample(key, options_of(SECTIONS["run"])[key])
     assert call("run", tmp_path / "c.toml", as_flag("run", key), *words).exit_code == 0
@@ -295,7 +295,7 @@ def test_eval_counts_and_measures() -> None:
 
 def test_the_looking_commands_are_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(look, "mask_in", lambda word: seen.append(word))
+    monkeypatch.setattr(inspect, "mask_in", lambda word: seen.append(word))
     assert call("count", "sosp:digits_resnet", "--mask", "somewhere").exit_code == 0
     assert seen == ["somewhere"]
     assert "convention='exat' is not known. Did you mean 'exact'?" in refusal(

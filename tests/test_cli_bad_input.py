@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sosp
-import sosp.report
+import sosp.app.report
 from commands import QUICK, TOML, call, lines, refusal
 
 NET = "sosp:digits_resnet"
@@ -335,5 +335,5 @@ def test_a_file_that_cannot_be_written(here: Path, monkeypatch: pytest.MonkeyPat
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(sosp.report, "write_text", full)
+    monkeypatch.setattr(sosp.app.report, "write_text", full)
     assert refusal("report", "run") == "run/report.html: cannot be read or written (No space left on device)."

@@ -9,11 +9,11 @@ import torch
 
 import sosp
 from commands import call, lines, refusal
-from sosp.cli.expand import sections_to_look
-from sosp.config import build
+from sosp.app.cli.expand import sections_to_look
+from sosp.app.config import build
+from sosp.app.run.bottlenecks import disjoint, prepare_look
+from sosp.app.run.folder import SALIENCY, network_of, read_record
 from sosp.errors import ArgumentError
-from sosp.pipeline.bottlenecks import disjoint, prepare_look
-from sosp.runs import SALIENCY, network_of, read_record
 
 NET = ("sosp:digits_resnet", "--data", "small.py:make", "--width", "0.25")
 ONCE = ("--schedule", "digits", "--epochs", "1", "--batch", "50")

@@ -15,7 +15,7 @@ import torch
 
 import sosp
 from commands import QUICK, TOML, call, lines, refusal
-from sosp.cli.targets import sections_for
+from sosp.app.cli.targets import sections_for
 from sosp.nets import by_name
 from sosp.surgery.checkpoint import inspect
 

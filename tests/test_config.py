@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from sosp.config import SECTIONS, Config, Data, Model, Pruning, Training, as_flag, build, first_difference, read
+from sosp.app.config import SECTIONS, Config, Data, Model, Pruning, Training, as_flag, build, first_difference, read
+from sosp.app.options import options_of
 from sosp.errors import ArgumentError
-from sosp.options import options_of
 from sosp.training import SCHEDULES, Schedule, Speed
 
 WHOLE = """

@@ -11,7 +11,7 @@ import torch
 
 import sosp
 from commands import call, lines, refusal
-from sosp import demo
+from sosp.app import demo
 
 SMALL = demo.Settings(
     examples=50,

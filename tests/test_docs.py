@@ -15,7 +15,7 @@ import torch
 import pages
 import sosp
 from pages import NOTE, ROOT, RUN, SHOWN, Block, blocks
-from sosp.cli import COMMANDS
+from sosp.app.cli import COMMANDS
 
 PAGES = pages.pages(["README.md", "CONTRIBUTING.md", "docs/**/*.md"])
 BLOCKS = [block for page in PAGES for block in blocks(page)]

@@ -11,8 +11,8 @@ import pytest
 
 import sosp
 from commands import call, lines, refusal
-from sosp.cli import reproduce
-from sosp.cli.screen import Screen
+from sosp.app.cli import reproduce
+from sosp.app.cli.output import Screen
 from sosp.errors import RunError
 from sosp.studies import paper as experiments
 from sosp.studies.cells import document

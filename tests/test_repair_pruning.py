@@ -14,7 +14,7 @@ import sosp
 from cases import case
 from commands import call, lines, refusal
 from oracles import repair as oracle
-from sosp.config import Pruning
+from sosp.app.config import Pruning
 from sosp.core.losses import LossLike
 from sosp.errors import ArgumentError
 from sosp.refit import Absent, plan

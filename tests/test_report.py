@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from reports import bottleneck_network, made_up, saliency
-from sosp.report import look
-from sosp.report.axis import parts, short_name
-from sosp.report.facts import Course, Facts, Point, Width
-from sosp.report.headline import networks
-from sosp.report.page import chapter, page, pictures
-from sosp.report.section import large, size
-from sosp.report.sections.expansion import averaged
-from sosp.report.sections.losses import verdict
-from sosp.report.sections.saliency import over_several, threshold
-from sosp.report.sections.streams import lanes, pieces
+from sosp.app.report import theme as look
+from sosp.app.report.axis import parts, short_name
+from sosp.app.report.facts import Course, Facts, Point, Width
+from sosp.app.report.headline import networks
+from sosp.app.report.page import chapter, page, pictures
+from sosp.app.report.section import large, size
+from sosp.app.report.sections.expansion import averaged
+from sosp.app.report.sections.losses import verdict
+from sosp.app.report.sections.saliency import over_several, threshold
+from sosp.app.report.sections.streams import lanes, pieces
 from sosp.studies.compare import Summary
 
 LAYERS = [("conv1", 3, 8), ("layer1.0.conv1", 8, 8), ("layer1.0.conv2", 8, 8), ("layer2.0.conv1", 8, 16)]

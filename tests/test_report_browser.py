@@ -10,7 +10,7 @@ import pytest
 from browser import Browser, browser, find
 from commands import call
 from reports import bottleneck_network, made_up
-from sosp.report.page import page
+from sosp.app.report.page import page
 from test_report import BOTTLENECKS, EVIL, LAYERS, summaries
 
 CHROMIUM = find()

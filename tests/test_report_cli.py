@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-import sosp.report
+import sosp.app.report
 from commands import QUICK, TOML, call, lines, refusal
-from sosp.report.facts import read_run
+from sosp.app.report.facts import read_run
 
 NET = "sosp:digits_resnet"
 WHOLE = f"""{TOML}[train]
@@ -100,7 +100,7 @@ def test_a_report_that_cannot_be_drawn_loses_no_run(
     def fail(*_: object) -> Any:
         raise RuntimeError("no ink")
 
-    monkeypatch.setattr(sosp.report, "write_report", fail)
+    monkeypatch.setattr(sosp.app.report, "write_report", fail)
     words = ("prune", whole / "model.safetensors", "--examples", "50", "--no-curve", "--out", tmp_path / "p")
     found = call(*words)
     assert found.exit_code == 0

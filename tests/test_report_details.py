@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import sosp
-from sosp.config import Pruning, build
+from sosp.app.config import Pruning, build
+from sosp.app.run import prepare
+from sosp.app.run.report_details import details, losses, narrow_places, predicted, removal_order, streams, widths
 from sosp.core.records import INPUT, OUTPUT
 from sosp.graph.layout import Style
-from sosp.pipeline import prepare
-from sosp.pipeline.details import details, losses, narrow_places, predicted, removal_order, streams, widths
 from sosp.prune import Pruned, cut
 from sosp.selection.saved_saliency import keep_saliency
 

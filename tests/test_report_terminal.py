@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from sosp.cli.screen import PLAIN, Screen, hanging
-from sosp.cli.words import WORDS, bottlenecks_table, comparison_table, expansion_table, results_table
+from sosp.app.cli.output import PLAIN, Screen, hanging
+from sosp.app.cli.tables import WORDS, bottlenecks_table, comparison_table, expansion_table, results_table
 
 FIGURES = {"top1": 0.9393, "params": 25_557_032, "macs": 4_089_184_256, "latency": 0.80412}
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

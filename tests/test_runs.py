@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from sosp.config import build
+from sosp.app.config import build
+from sosp.app.run.folder import CONFIG, Record, Run, is_run, network_of, opened, read_record
 from sosp.core.documents import write_json
 from sosp.errors import RunError
-from sosp.runs import CONFIG, Record, Run, is_run, network_of, opened, read_record
 
 
 def record(digests: dict[str, str] | None = None, **sections: Any) -> Record:

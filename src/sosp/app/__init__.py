@@ -1,0 +1,1 @@
+"""The program: settings, runs as folders, their report, the command line, the demo."""

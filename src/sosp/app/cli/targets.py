@@ -1,0 +1,95 @@
+"""What a command is pointed at: the name of a network, or a run that made one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sosp.app.cli.flags import Sections
+from sosp.app.run.folder import FILES, Record, is_run, network_of, read_record
+from sosp.errors import ArgumentError, RunError, nearest
+from sosp.graph.mask import Mask
+from sosp.nets.by_name import parse
+from sosp.surgery.checkpoint import inspect
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+
+
+def sections_for(word: str, given: Sections) -> tuple[Sections, Record | None]:
+    """The sections that name the network (and, for a run, the data it used), with what was given on top."""
+    found = dict(given)
+    named = _of_run(word)
+    if named is None:
+        _refuse_file(word)
+        _parsed(word)
+        found["model"] = {"name": word, **given.get("model", {})}
+        return found, None
+    record, file = named
+    refuse_weights(word, given)
+    before = record.config.as_dict()
+    found["model"] = {**before["model"], **given.get("model", {}), "weights": str(file)}
+    if "data" in given:
+        found["data"] = data_for(before, given)
+    return found, record
+
+
+def refuse_weights(word: str, given: Sections) -> None:
+    if "weights" in given.get("model", {}):
+        raise ArgumentError(f"{word} is a run, which has its weights: leave out --weights, or name the network itself.")
+
+
+def data_for(before: Mapping[str, Any], given: Sections) -> dict[str, Any]:
+    """The data that is named, or that of the run before; a folder alone says where that lies now."""
+    same = {} if "name" in given["data"] else before.get("data", {})
+    return {**same, **given["data"]}
+
+
+def _of_run(word: str) -> tuple[Record, Path] | None:
+    """The record and the network, where ``word`` is the folder of a run or a network in one."""
+    path = Path(word)
+    if is_run(path):
+        return network_of(path)
+    if path.name in FILES.values() and is_run(path.parent):
+        return read_record(path.parent), path
+    if path.is_dir():
+        raise RunError(f"{word}: is a folder without a run in it (config.json).")
+    return None
+
+
+def _parsed(word: str) -> None:
+    """Refuse what is neither a run nor a network."""
+    try:
+        parse(word)
+    except ArgumentError as error:
+        path = Path(word)
+        runs = [str(p) for p in path.parent.iterdir() if is_run(p)] if "/" in word and path.parent.is_dir() else []
+        raise ArgumentError(f"there is no run {word!r} (no such folder).{nearest(word, runs)} And {error}") from None
+
+
+def _refuse_file(word: str) -> None:
+    if word.endswith(SUFFIXES):
+        if not Path(word).exists():
+            raise ArgumentError(f"{word}: there is no such file.")
+        raise ArgumentError(
+            f"{word}: does not say which network it is of. Name the network, and give this with --weights {word}"
+        )
+
+
+def before_pruning(record: Record, folder: Path) -> str | None:
+    """The file of the network that a run pruned."""
+    if record.config.prune is None:
+        return None
+    return str(folder / FILES["train"]) if record.config.train is not None else record.config.model.weights
+
+
+def mask_in(word: str) -> Mask:
+    """The mask of a run that pruned, or in a file of sosp.save."""
+    path: Any = Path(word)
+    file = path / FILES["prune"] if is_run(path) else path
+    if not file.is_file():
+        raise RunError(f"{word}: is neither a run that pruned something nor a file that sosp.save wrote.")
+    mask = inspect(file).mask
+    if mask is None:
+        raise RunError(f"{file}: holds no mask.")
+    return mask

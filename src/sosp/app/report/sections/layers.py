@@ -1,0 +1,70 @@
+"""What was removed: the share that every layer lost, grouped by the parts of the network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.ticker import PercentFormatter
+
+from sosp.app.report.axis import label_layers, width_for
+from sosp.app.report.facts import Facts, Layer
+from sosp.app.report.section import Section, Table, share, times, whole
+from sosp.app.report.theme import INK, LINE, REMOVED, Plot, blank
+
+
+def section(facts: Facts) -> Section | None:
+    if not facts.layers:
+        return None
+    total, gone = sum(x.channels for x in facts.layers), sum(x.removed for x in facts.layers)
+    words = (
+        f"{gone:,} of {total:,} channels in {len(facts.layers)} layers are gone. Layers that lost much had more than "
+        "they needed; those that lost little are the narrow places of this network.",
+    )
+    return Section("layers", "What was removed", words, (bars(facts.layers),), (table(facts.layers),))
+
+
+def bars(layers: Sequence[Layer]) -> Plot:
+    """The paper's figure: a bar per layer."""
+    names = [x.name for x in layers]
+    figure, axes = blank(width_for(names), 3.4)
+    label_layers(axes, names)
+    axes.bar(range(len(layers)), [1.0] * len(layers), width=0.8, color=LINE)
+    found = axes.bar(range(len(layers)), [x.ratio for x in layers], width=0.8, color=REMOVED)
+    tips = {}
+    for i, (patch, layer) in enumerate(zip(found.patches, layers, strict=True)):
+        axes.patches[i].set_gid(f"behind-{i}")
+        patch.set_gid(f"bar-{i}")
+        tips[f"bar-{i}"] = tips[f"behind-{i}"] = describe(layer)
+    overall = sum(x.removed for x in layers) / sum(x.channels for x in layers)
+    axes.axhline(overall, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+    axes.annotate(
+        f"all: {overall:.0%}", (1, overall), xycoords=("axes fraction", "data"), xytext=(3, 0),
+        textcoords="offset points", va="center", annotation_clip=False,
+    )  # fmt: skip
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_ylabel("channels removed")
+    return Plot("layers", figure, says(layers, overall), tips)
+
+
+def describe(layer: Layer) -> str:
+    shape = f", weight {times(layer.shape)}" if layer.shape else ""
+    kept = layer.channels - layer.removed
+    return f"{layer.name}{shape}: {kept} of {layer.channels} channels kept, {layer.removed} removed ({layer.ratio:.1%})"
+
+
+def says(layers: Sequence[Layer], overall: float) -> str:
+    most, least = max(layers, key=lambda x: x.ratio), min(layers, key=lambda x: x.ratio)
+    return (
+        f"Bar chart of the share of channels removed from each of {len(layers)} layers, {overall:.0%} in all. "
+        f"Most from {most.name}, {most.ratio:.0%}; least from {least.name}, {least.ratio:.0%}."
+    )
+
+
+def table(layers: Sequence[Layer]) -> Table:
+    rows = tuple(
+        (x.name, times(x.shape), times(x.left), whole(x.channels - x.removed), whole(x.removed), share(x.ratio))
+        for x in layers
+    )
+    head = ("layer", "weight before", "weight left", "channels kept", "removed", "share")
+    return Table("Every layer, in numbers", head, rows, folded=True)

@@ -1,0 +1,47 @@
+"""Where a run comes from: the command that does it again, versions, and its whole config."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+from sosp.app.report.facts import Facts
+from sosp.app.report.section import Section, Table
+
+# Key of config.json -> what it is called.
+KEYS = {
+    "commit": "commit",
+    "sosp": "sosp",
+    "torch": "torch",
+    "python": "Python",
+    "machine": "machine",
+    "hardware": "hardware",
+    "begun": "begun",
+}
+
+
+def section(facts: Facts) -> Section:
+    origin = facts.record.origin
+    command = origin.get("command")
+    code = (("Do it again", shlex.join(map(str, command))),) if isinstance(command, list) else ()
+    return Section("origin", "Where it comes from", (), tables=(versions(facts), settings(facts)), code=code)
+
+
+def versions(facts: Facts) -> Table:
+    origin = facts.record.origin
+    rows = [("seed", str(facts.record.config.run.seed))]
+    rows += [(name, str(origin[key])) for key, name in KEYS.items() if origin.get(key) is not None]
+    rows += [(f"sha256 of {name}", digest) for name, digest in facts.record.digests.items()]
+    return Table("Versions, seed and files", ("what", "which"), tuple(rows))
+
+
+def settings(facts: Facts) -> Table:
+    """Every key of the config that is set."""
+    sections = facts.record.config.as_dict()
+    rows = [(section, key, _said(value)) for section, keys in sections.items() for key, value in keys.items()]
+    return Table("The whole config", ("section", "key", "value"), tuple(rows), folded=True)
+
+
+def _said(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,72 @@
+"""Which layers depend on each other: the pairs of SOSP-I, added up layer by layer."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.colors import LogNorm
+from matplotlib.ticker import NullFormatter
+
+from sosp.app.report.axis import NAMED, short_name
+from sosp.app.report.facts import Facts
+from sosp.app.report.section import Section, Table, figure, share
+from sosp.app.report.sections.saliency import over_several
+from sosp.app.report.theme import Plot, blank
+from sosp.selection.saved_saliency import SavedSaliency
+
+MOST = 10  # pairs of layers in the table
+DECADES = 4  # of the colours at most, down from the largest
+
+
+def section(facts: Facts) -> Section | None:
+    found = None if facts.saliency is None else facts.saliency.owners()
+    if found is None or found.pairs_by_layer is None or len(found.layers) < 2:
+        return None
+    Q = found.pairs_by_layer.numpy()
+    if not Q.sum() > 0:
+        return None
+    between = 1 - np.trace(Q) / Q.sum()
+    words = (
+        "Sums of the absolute values of Q, layer by layer: how much removing structures of one layer changes what "
+        f"removing those of another costs. {between:.0%} of all of it lies between layers, which a method that looks "
+        f"at one layer at a time does not see.{over_several(facts.saliency, found)}",
+    )
+    return Section("pairs", "Which layers depend on each other", words, (matrix(found, Q),), (table(found, Q),))
+
+
+def matrix(found: SavedSaliency, Q: np.ndarray) -> Plot:
+    layers = len(found.layers)
+    edge = min(8.2, 2.9 + 0.135 * layers)
+    drawn, axes = blank(edge + 0.6, edge)
+    high = float(Q.max())
+    low = max(float(Q.min()), high / 10**DECADES)
+    shown = axes.imshow(np.maximum(Q, low), cmap="cividis", norm=LogNorm(min(low, 0.9 * high), high))
+    axes.grid(False)
+    axes.tick_params(length=0)
+    if layers <= NAMED:
+        names = [short_name(name, "") for name in found.layers]
+        axes.set_xticks(range(layers), names, rotation=90, fontsize=8)
+        axes.set_yticks(range(layers), names, fontsize=8)
+    else:
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.set_xlabel(f"{layers} layers, in the order of the network", loc="left")
+    axes.spines[["left", "bottom"]].set_visible(False)
+    bar = drawn.colorbar(shown, ax=axes, shrink=0.7, label="sum of |Q|")
+    ticks = (low, (low * high) ** 0.5, high)
+    bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
+    bar.ax.yaxis.set_minor_formatter(NullFormatter())
+    return Plot(
+        "pairs", drawn, f"Heat map of the sums of |Q| between {layers} layers; the largest pairs are in the table."
+    )
+
+
+def table(found: SavedSaliency, Q: np.ndarray) -> Table:
+    """The pairs of different layers with the largest sums."""
+    upper = np.triu(Q, 1)
+    order = np.argsort(-upper, axis=None)[:MOST]
+    places = [np.unravel_index(k, Q.shape) for k in order if upper.flat[k] > 0]
+    rows = tuple(
+        (found.layers[i], found.layers[j], figure(float(Q[i, j])), share(float((Q[i, j] + Q[j, i]) / Q.sum())))
+        for i, j in places
+    )
+    return Table("The strongest ties between two layers", ("layer", "and", "sum of |Q|", "of all"), rows)

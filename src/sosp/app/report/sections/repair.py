@@ -1,0 +1,63 @@
+"""What a repair without training brought: the error of every layer's output, before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sosp.app.report.axis import label_layers, width_for
+from sosp.app.report.facts import Facts
+from sosp.app.report.section import Cell, Section, Table, figure, many
+from sosp.app.report.theme import BLUE, LINE, VERMILLION, Plot, blank
+
+Errors = Sequence[Mapping[str, Any]]  # of each layer: layer, before, after; and why, where it was left as it is
+
+
+def section(facts: Facts) -> Section | None:
+    repair: Mapping[str, Any] = facts.results.get("prune", {}).get("repair") or {}
+    found: Errors = repair.get("layers") or ()
+    if not found:
+        return None
+    words = [
+        "The weights that are left were fitted anew so that every layer gives again what the whole network gives in "
+        "its place, without labels and without training. The error is the share of that output's variance that is "
+        "missing, on inputs held out, with everything in front of the layer repaired.",
+    ]
+    if "agreement_after" in repair:
+        words.append(
+            f"Of the answers, {repair['agreement_before']:.1%} were the whole network's before and "
+            f"{repair['agreement_after']:.1%} are after. It took {many(repair['examples'], 'input')} and "
+            f"{repair['seconds']:.1f} s."
+        )
+    refitted = [x for x in found if not x.get("why")]
+    plots = (errors(refitted),) if refitted else ()
+    return Section("repair", "What the repair brought", tuple(words), plots, (table(found),))
+
+
+def errors(found: Errors) -> Plot:
+    names = [str(x["layer"]) for x in found]
+    drawn, axes = blank(width_for(names), 3.2)
+    label_layers(axes, names)
+    before, after = [float(x["before"]) for x in found], [float(x["after"]) for x in found]
+    tips: dict[str, str] = {}
+    for i, (name, b, a) in enumerate(zip(names, before, after, strict=True)):
+        axes.plot([i, i], [b, a], color=LINE, linewidth=3, gid=f"layer-{i}")
+        tips[f"layer-{i}"] = f"{name}: {b:.3g} before, {a:.3g} after"
+    axes.plot(range(len(names)), before, "o", color=VERMILLION, label="before the repair")
+    axes.plot(range(len(names)), after, "s", color=BLUE, label="after")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("relative error")
+    drawn.legend(loc="outside upper right", ncols=2)
+    says = (
+        f"Relative error of {len(names)} layers' outputs, mean {sum(before) / len(before):.3g} before the repair and "
+    )
+    return Plot("repair", drawn, f"{says}{sum(after) / len(after):.3g} after.", tips)
+
+
+def table(found: Errors) -> Table:
+    return Table("Every layer's error", ("layer", "before", "after"), tuple(map(_row, found)), folded=True)
+
+
+def _row(x: Mapping[str, Any]) -> tuple[Cell, ...]:
+    name = str(x["layer"])
+    return (name, str(x["why"]), "") if x.get("why") else (name, figure(float(x["before"])), figure(float(x["after"])))

@@ -1,0 +1,281 @@
+"""From a config to what it names: network, data, example, device; all that can be refused is refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sosp.app.config import Config, Data, Pruning, Training
+from sosp.app.run.folder import is_run, network_of
+from sosp.baselines.slimming import scales_of
+from sosp.core.batches import call
+from sosp.core.losses import logits_of
+from sosp.core.records import Saliency, Structures
+from sosp.core.user_errors import users_code
+from sosp.data import Dataset
+from sosp.data import load as load_data
+from sosp.errors import ArgumentError, CheckpointError, DataError, DisconnectedError
+from sosp.graph.mask import Mask
+from sosp.graph.structures import downsampling, excluded_names, find_structures
+from sosp.nets import by_name
+from sosp.scoring.score import METHODS, check_structures
+from sosp.selection.select import select
+from sosp.surgery.checkpoint import inspect
+from sosp.training.user_data import moved
+
+ROWS = 8  # of the example
+FLEXIBLE = ("sosp", "torchvision", "timm")  # sources whose networks get as many outputs as the data has classes
+# Dataset -> the schedules it is trained and fine-tuned with, unless one is named.
+USUAL = {
+    "digits": ("digits", "finetune-digits"),
+    "cifar10": ("cifar", "cifar"),
+    "cifar100": ("cifar", "cifar"),
+    "imagenet": ("imagenet", "imagenet"),
+    "folder": ("imagenet", "imagenet"),
+}
+
+# Stage -> what it takes from [prune].
+TAKEN = {
+    "compare": ("examples", "gate", "groups", "exclude", "downsampling"),
+    "expand": ("method", "examples", "gate", "groups", "exclude", "downsampling", "cap"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What a config names, ready to work with."""
+
+    config: Config  # with the classes and the input filled in that the data has
+    original: nn.Module  # the network as its name makes it, which files of sosp.save are read into
+    start: nn.Module  # the same with its weights, perhaps already shrunk; on the device
+    data: Dataset | None
+    example: Any  # on the device
+    device: torch.device
+
+    @property
+    def dataset(self) -> Dataset:
+        if self.data is None:
+            raise ArgumentError("this needs data: name a dataset (--data, or name in [data]).")
+        return self.data
+
+    def loaded(self, path: str | Path) -> nn.Module:
+        """The network in a file, on the device."""
+        return by_name.weighted(self.original, path).to(self.device)
+
+
+def prepare(config: Config) -> Job:
+    """Load the data and the network, and see that they fit; the slow things that can fail come last."""
+    config = with_schedules(absolute(config))
+    check_stages(config)
+    device = device_of(config.run.device)
+    by_name.parse(config.model.name)
+    data = _loaded(config.data)
+    config = _filled(config, data)
+    model = config.model
+    original = by_name.make(model.name, classes=model.classes, width=model.factor, seed=config.run.seed)
+    start = original if model.weights is None else by_name.weighted(original, model.weights)
+    start, example = start.to(device), moved(_example(config, original, data), device)
+    if data is not None:
+        check_outputs(start, example, data, model.name)
+    job = Job(config, original, start, data, example, device)
+    check_job(job)
+    return job
+
+
+def _loaded(chosen: Data) -> Dataset | None:
+    if chosen.name is None:
+        if chosen.folder is not None:
+            raise ArgumentError("a folder of data without its name: which dataset is it?")
+        return None
+    given = "without arguments (--data-dir would be one)" if chosen.folder is None else "with the folder alone"
+    with users_code(chosen.name, given) if ":" in chosen.name else nullcontext():
+        return load_data(chosen.name, chosen.folder)
+
+
+def absolute(config: Config) -> Config:
+    """The same with paths that hold from any folder."""
+    model, data = config.model, config.data
+    training = {
+        stage: replace(section, teacher=_absolute(section.teacher))
+        for stage in ("train", "finetune")
+        if (section := getattr(config, stage)) is not None
+    }
+    return replace(
+        config,
+        model=replace(model, name=_absolute_name(model.name), weights=_absolute(model.weights)),
+        data=replace(data, name=data.name and _absolute_name(data.name), folder=_absolute(data.folder)),
+        **training,
+    )
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().resolve())
+
+
+def _absolute_name(name: str) -> str:
+    """Of ``path/to/file.py:function`` and ``hf:path/to/folder``; other names are no paths."""
+    before, colon, after = name.rpartition(":")
+    if before.endswith(".py"):
+        return f"{_absolute(before)}{colon}{after}"
+    return f"hf:{_absolute(after)}" if before == "hf" and Path(after).expanduser().is_dir() else name
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of that name; a GPU where there is one, if nothing is said."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(name)
+        torch.empty(1, device=found).cpu()
+    except (RuntimeError, AssertionError) as error:
+        raise ArgumentError(f"device={name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return found
+
+
+def _filled(config: Config, data: Dataset | None) -> Config:
+    """What the data decides about the network, so that the config alone can make it again."""
+    if data is None:
+        return config
+    model = config.model
+    if model.shape not in (None, data.shape):
+        raise ArgumentError(f"input is {model.input}, but the images of {data.name} are {_times(data.shape)}.")
+    fixed = model.classes is not None or by_name.parse(model.name)[0] not in FLEXIBLE
+    classes = model.classes if fixed else len(data.classes)
+    return replace(config, model=replace(model, classes=classes, input=_times(data.shape)))
+
+
+def _example(config: Config, original: nn.Module, data: Dataset | None) -> Any:
+    if data is None:
+        return by_name.example(config.model.name, original, config.model.shape)
+    images, _ = next(iter(data.train.ordered(batch=ROWS, limit=ROWS)))
+    return images
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+@torch.no_grad()
+def check_outputs(model: nn.Module, example: Any, data: Dataset, name: str) -> None:
+    """The network takes the images and has an output for every class."""
+    try:
+        logits = logits_of(call(model.eval(), example))
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][:200]
+        raise DataError(f"{name} does not take the {_times(data.shape)} images of {data.name}: {reason}") from error
+    if logits.shape[1] != len(data.classes):
+        raise DataError(
+            f"{name} has {logits.shape[1]} outputs, and {data.name} has {len(data.classes)} classes. "
+            "Take a network for these classes (classes, for those that can be made with any number)."
+        )
+
+
+# --- what the stages need besides -----------------------------------------------------------------------
+
+
+def with_schedules(config: Config) -> Config:
+    """The same with the name of the schedule that is usual for the dataset, where none is named."""
+    usual: tuple[str | None, ...] = USUAL.get(config.data.name or "", (None, None))
+    if config.model.name == "sosp:densenet40":
+        usual = tuple("densenet" if name == "cifar" else name for name in usual)
+    named = {
+        stage: replace(section, schedule=section.schedule or name)
+        for stage, name in zip(("train", "finetune"), usual, strict=True)
+        if (section := getattr(config, stage)) is not None
+    }
+    return replace(config, **named)
+
+
+def check_stages(config: Config) -> None:
+    """Refuse what a stage lacks."""
+    if config.stages and config.data.name is None:
+        raise ArgumentError("this needs data: name a dataset (--data, or name in [data]).")
+    if config.compare is not None and (config.train or (config.finetune and config.finetune.distill)):
+        raise ArgumentError("a comparison fine-tunes without a teacher, and trains nothing before.")
+    for stage, taken in TAKEN.items():
+        if getattr(config, stage) is not None and config.prune is not None:
+            _refuse_unread(config.prune, stage, taken)
+    for stage in ("train", "finetune"):
+        section: Training | None = getattr(config, stage)
+        if section is not None and section.schedule is not None:
+            distill, teacher = section.plan().distill, section.teacher
+            if teacher is not None and not distill:
+                raise ArgumentError("a teacher is named, but distill is 0: say which share of the loss it gets.")
+            if distill and teacher is None and (stage == "train" or config.prune is None):
+                raise ArgumentError(f"distill={distill} needs a teacher: name a run, or a file of weights.")
+
+
+def _refuse_unread(section: Pruning, stage: str, taken: Sequence[str]) -> None:
+    """What is said in [prune] and would be passed over."""
+    others = [f.name for f in fields(Pruning) if f.name not in taken]
+    names = [name for name in others if getattr(section, name) != getattr(Pruning(), name)]
+    if names:
+        raise ArgumentError(
+            f"[{stage}] takes {', '.join(taken)} from [prune], and not {', '.join(names)}: leave it out."
+        )
+
+
+def check_job(job: Job) -> None:
+    """Refuse now what would be refused when a stage begins, perhaps hours later."""
+    config = job.config
+    if config.prune is not None:
+        excluded_names(job.start, config.prune.exclude or (), parameters=False)
+        if config.train is not None:
+            structures = structures_for(job, job.start)
+            check_structures(job.start, structures, config.prune.method)
+            _refuse_choice(structures, config.prune)
+    for section in (config.train, config.finetune):
+        if section is not None:
+            section.plan()
+            section.speed.on(job.device)
+            if section.slimming is not None:
+                scales_of(job.start)
+                if config.compare is not None:
+                    raise ArgumentError("slimming is for training and fine-tuning a network, not for a comparison.")
+
+
+def _refuse_choice(structures: Structures, section: Pruning) -> None:
+    """A budget, a cap or shares that no scores could meet."""
+    anything = torch.arange(float(len(structures)))
+    saliency = Saliency(structures, section.method, None, values=anything, scope=METHODS[section.method].scope)
+    with suppress(DisconnectedError):  # that depends on the scores
+        select(saliency, **section.choice)
+
+
+def structures_for(job: Job, model: nn.Module) -> Structures:
+    """What may be removed, by the section [prune]."""
+    section = job.config.prune
+    assert section is not None
+    keep = [*(section.exclude or ()), *(() if section.downsampling else downsampling(model))]
+    return find_structures(
+        model, job.example, kind=section.kind, gate=section.gate, groups=section.groups, exclude=keep
+    )
+
+
+def teacher_for(job: Job, stage: str, before: nn.Module | None) -> nn.Module | None:
+    """The network that a stage compares with: the named one, or the one before pruning."""
+    section: Training = getattr(job.config, stage)
+    if not section.plan().distill:
+        return None
+    return before if section.teacher is None else job.loaded(network_file(section.teacher))
+
+
+def network_file(path: str) -> str:
+    """Of a run, the network it made; a file is that file."""
+    return str(network_of(path)[1]) if is_run(path) else path
+
+
+def mask_of(path: str | Path | None) -> Mask | None:
+    """The mask in a file of sosp.save; None where there is no file, or it is another's."""
+    if path is None:
+        return None
+    try:
+        return inspect(path).mask
+    except CheckpointError:
+        return None
