@@ -26,10 +26,10 @@ ALLOWED = {
     "data": "errors core",
     "training": "errors core surgery data",
     "baselines": "errors core graph selection surgery scoring data training",
-    "prune": "errors core graph selection surgery refit scoring",
-    "studies": "errors core graph selection surgery refit scoring nets data training baselines prune",
-    "sosp": "errors core graph selection surgery refit scoring nets data training baselines prune studies",
-    "app": "errors core graph selection surgery refit scoring nets data training baselines prune studies sosp",
+    "pipeline": "errors core graph selection surgery refit scoring",
+    "studies": "errors core graph selection surgery refit scoring nets data training baselines pipeline",
+    "sosp": "errors core graph selection surgery refit scoring nets data training baselines pipeline studies",
+    "app": "errors core graph selection surgery refit scoring nets data training baselines pipeline studies sosp",
     "__main__": "app",
 }
 

@@ -15,7 +15,7 @@ from sosp.app.run import prepare
 from sosp.app.run.report_details import details, losses, narrow_places, predicted, removal_order, streams, widths
 from sosp.core.records import INPUT, OUTPUT
 from sosp.graph.layout import Style
-from sosp.prune import Pruned, cut
+from sosp.pipeline import Pruned, cut
 from sosp.selection.saved_saliency import keep_saliency
 
 

@@ -19,7 +19,7 @@ from sosp.graph.cost import Cost, count
 from sosp.graph.latency import Latency, latency
 from sosp.graph.mask import Mask, masked
 from sosp.graph.structures import downsampling, find_structures
-from sosp.prune import Pruned, prune
+from sosp.pipeline import Pruned, prune
 from sosp.refit import Repaired, repair
 from sosp.scoring.passes import SlowPathWarning
 from sosp.scoring.score import METHODS, score

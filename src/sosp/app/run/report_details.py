@@ -19,7 +19,7 @@ from sosp.errors import ArgumentError
 from sosp.graph.layout import Style
 from sosp.graph.mask import Mask, masked
 from sosp.nets.by_name import parse
-from sosp.prune import Pruned
+from sosp.pipeline import Pruned
 from sosp.selection.greedy import ranks_of
 from sosp.selection.saved_saliency import read_saliency
 from sosp.studies.bottlenecks import bottlenecks

@@ -24,7 +24,7 @@ from sosp.graph.cost import Cost, count
 from sosp.graph.latency import latency
 from sosp.graph.layout import Style
 from sosp.graph.mask import Mask
-from sosp.prune import Pruned, cut, repaired_cut
+from sosp.pipeline import Pruned, cut, repaired_cut
 from sosp.refit import Repaired
 from sosp.scoring.score import score
 from sosp.selection.saved_saliency import keep_saliency

@@ -17,7 +17,7 @@ from sosp.data import Dataset
 from sosp.errors import ArgumentError, DisconnectedError
 from sosp.graph.cost import Cost, count
 from sosp.graph.mask import Mask
-from sosp.prune import cut
+from sosp.pipeline import cut
 from sosp.selection.select import select
 from sosp.studies.bottlenecks import Bottlenecks, bottlenecks
 from sosp.studies.expand.folder import claim
