@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import sosp
 from cases import case
 from oracles import chance as oracle
-from sosp.core.records import Layer, Saliency, Structures
 from sosp.errors import ArgumentError, CheckpointError, StructureError
+from sosp.graph.records import Layer, Saliency, Structures
 from sosp.selection.saved_saliency import keep_saliency, read_saliency
 from sosp.studies.bottlenecks import FITTING, NARROW, WIDE, Bottlenecks, Part, blocks_of, bottlenecks
 from sosp.studies.bottlenecks.chance import holm, merged, tails

@@ -29,10 +29,10 @@ from checkpoints import (
     state,
 )
 from sosp.core import files as file
-from sosp.core.records import Layer
 from sosp.core.scatter import Nothing, Scatter
 from sosp.errors import CheckpointError
 from sosp.graph.recipe import Placing, Recipe, apply
+from sosp.graph.records import Layer
 from sosp.surgery.checkpoint import Saved, inspect, load, save
 from sosp.surgery.checkpoint.record import DTYPES
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import sosp
 from checkpoints import bits, check_same, everything
 from sosp.core import files as file
-from sosp.core.records import Layer
 from sosp.errors import CheckpointError
 from sosp.graph.recipe import Placing, Recipe, apply
+from sosp.graph.records import Layer
 from sosp.surgery.checkpoint import load, save
 from sosp.surgery.checkpoint.record import DTYPES
 

@@ -16,7 +16,7 @@ from shrinking import case as case_to_shrink
 from shrinking.compare import mask_of, some_channels
 from sosp.errors import ArgumentError, StructureError
 from sosp.graph.cost import whole_cost
-from sosp.surgery.shrink import shrink_along
+from sosp.graph.plan import plan_removal
 
 EVERY = pytest.mark.parametrize("name", names())
 
@@ -250,7 +250,8 @@ def test_networks_of_the_literature(name: str) -> None:
     assert parameters(model) == params
     g = torch.Generator().manual_seed(0)
     mask = sosp.Mask.from_structures(found, torch.randperm(len(found), generator=g)[: len(found) // 3])
-    small, after = shrink_along(model, mask, x, found.flow, verify=False)
+    plan = plan_removal(found.flow, mask)
+    small, after = sosp.shrink(model, plan, x, verify=False), plan.cost
     assert after.params == parameters(small) < 0.75 * params
     assert after.macs == macs(small, x) < 0.75 * cost.macs
 

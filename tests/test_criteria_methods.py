@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sosp
 from cases import Case, case, names
-from sosp.core.records import SCOPES
 from sosp.errors import ArgumentError, DataError, LossError, StructureError
+from sosp.graph.records import SCOPES
 from sosp.graph.structures import KINDS
 from sosp.scoring.method import NEEDS, Method, refuse_unsuited
 

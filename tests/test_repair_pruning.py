@@ -17,6 +17,7 @@ from oracles import repair as oracle
 from sosp.app.config import Pruning
 from sosp.core.losses import LossLike
 from sosp.errors import ArgumentError
+from sosp.graph.plan import plan_removal
 from sosp.refit import Absent, plan
 from sosp.scoring.criteria.obs import BLOCK, DAMPING, eliminated
 from sosp.studies.compare import Cell, Plan, compare
@@ -211,9 +212,10 @@ def test_a_layer_that_an_earlier_cut_emptied_stays_absent() -> None:
     model, x = Branches().eval(), torch.randn(4, 3, 8, 8)
     absent = Absent(sosp.find_structures(model, x))
     mask = sosp.Mask.from_removed(model, {"down": range(4), "up": [0, 5]}, x)
-    absent.cut(sosp.trace(model, x), mask)
+    absent.cut(plan_removal(sosp.trace(model, x), mask))
     once = sosp.shrink(model, mask, x)
-    absent.cut(sosp.trace(once, x), sosp.Mask.from_removed(once, {"up": [0], "last": [3]}, x))
+    again = sosp.Mask.from_removed(once, {"up": [0], "last": [3]}, x)
+    absent.cut(plan_removal(sosp.trace(once, x), again))
     lacks = absent.mask().removed
     assert {name: gone.tolist() for name, gone in lacks.items()} == {
         "down": [0, 1, 2, 3],
@@ -235,8 +237,8 @@ def test_a_layer_that_is_not_run_on_the_example_is_not_absent() -> None:
 
     model, x = Either(), torch.rand(4, 4)
     absent = Absent(sosp.find_structures(model, x))
-    absent.cut(sosp.trace(model, x), sosp.Mask.from_removed(model, {}, x))
-    absent.cut(sosp.trace(model, -x), sosp.Mask.from_removed(model, {}, -x))
+    absent.cut(plan_removal(sosp.trace(model, x), sosp.Mask.from_removed(model, {}, x)))
+    absent.cut(plan_removal(sosp.trace(model, -x), sosp.Mask.from_removed(model, {}, -x)))
     assert absent.mask().removed == {}
 
 
@@ -246,10 +248,11 @@ def test_what_is_absent() -> None:
     gone = {"block1.conv1": [0], "block2.conv1": [1, 2], "block2.conv2": [0, 3]}
     mask = sosp.Mask.from_removed(c.model, gone, c.inputs)
     absent = Absent(structures)
-    absent.cut(sosp.trace(c.model, c.inputs), mask)
+    absent.cut(plan_removal(sosp.trace(c.model, c.inputs), mask))
     assert absent.mask() == mask
     once = sosp.shrink(c.model, mask, c.inputs)
-    absent.cut(sosp.trace(once, c.inputs), sosp.Mask.from_removed(once, {"block2.conv2": [0, 1]}, c.inputs))
+    again = sosp.Mask.from_removed(once, {"block2.conv2": [0, 1]}, c.inputs)
+    absent.cut(plan_removal(sosp.trace(once, c.inputs), again))
     lacks = absent.mask().removed
     assert lacks["block2.conv2"].tolist() == [0, 1, 2, 3]
     assert lacks["block2.conv1"].tolist()[-2:] == [1, 2]

@@ -13,8 +13,8 @@ import sosp
 from sosp.app.config import Pruning, build
 from sosp.app.run import prepare
 from sosp.app.run.report_details import details, losses, narrow_places, predicted, removal_order, streams, widths
-from sosp.core.records import INPUT, OUTPUT
 from sosp.graph.layout import Style
+from sosp.graph.records import INPUT, OUTPUT
 from sosp.pipeline import Pruned, cut
 from sosp.selection.saved_saliency import keep_saliency
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import sosp
 from cases import case
 from oracles import subsets
-from sosp.core.records import INPUT, OUTPUT, Layer, Structures
 from sosp.errors import ArgumentError, DisconnectedError
+from sosp.graph.records import INPUT, OUTPUT, Layer, Structures
 from sosp.selection.greedy import Room, greedy
 
 OBJECTIVES = ("individual", "structure", "order", "joint")

@@ -260,7 +260,7 @@ def marked_line(cls: type) -> str:
 PINNED: dict[type[Middle], tuple[str, str, int]] = {  # op, a word of the reason, how many channels
     Normed: ("layer_norm", "mixes the channels", 4),
     Softmaxed: ("softmax", "mixes the channels", 4),
-    Viewed: ("view", "the code fixes how many there are", 4),
+    Viewed: ("view", "the code requires a fixed number of channels here", 4),
     Item: ("item", "values decide", 4),  # and which one it reads depends on how many there are
     Condition: ("gt", "mixes the channels", 4),
     Listed: ("tolist", "values decide", 4),

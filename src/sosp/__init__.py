@@ -13,11 +13,12 @@ sosp.save("small.safetensors", tuned.model, mask)
 from sosp import baselines as learned
 from sosp import data, errors, nets
 from sosp.baselines.eigendamage import Eigendamaged, eigendamage
-from sosp.core.records import Layer, Saliency, Structures
 from sosp.graph import Flow, trace
-from sosp.graph.cost import Cost, count
+from sosp.graph.cost import Cost
 from sosp.graph.latency import Latency, latency
 from sosp.graph.mask import Mask, masked
+from sosp.graph.plan import count
+from sosp.graph.records import Layer, Saliency, Structures
 from sosp.graph.structures import downsampling, find_structures
 from sosp.pipeline import Pruned, prune
 from sosp.refit import Repaired, repair

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from math import floor
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from sosp.core.batches import peek
-from sosp.core.borrow import check_network
+from sosp.core.batches import open_once
+from sosp.core.borrow import check_network, home
 from sosp.core.losses import LossLike
-from sosp.core.records import Saliency
 from sosp.errors import ArgumentError, whole_number
-from sosp.graph import Flow, trace
 from sosp.graph.cost import Cost, whole_cost
+from sosp.graph.flow import follow
 from sosp.graph.layout import Style
 from sosp.graph.mask import Mask
+from sosp.graph.plan import Plan, plan_removal
+from sosp.graph.records import Saliency
 from sosp.graph.structures import Exclude, excluded_names, find_structures
 from sosp.refit import Absent, Repaired
 from sosp.refit import repair as repair_network
 from sosp.scoring.score import score
-from sosp.selection.select import select
+from sosp.selection.select import SelectionOptions, select_and_plan
 from sosp.surgery.checkpoint import save
-from sosp.surgery.shrink import shrink_along
+from sosp.surgery.shrink import shrink
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,7 @@ class Pruned:
     saliency: Saliency
     cost_before: Cost
     cost_after: Cost
+    plan: Plan | None = None  # how the mask was removed; None after several rounds, each of which had its own
     repaired: Repaired | None = None
 
     def __str__(self) -> str:
@@ -90,8 +92,7 @@ def prune(
     check_network(model)
     _refuse_inference(model)
     whole_number("rounds", rounds)
-    example, data = peek(data)
-    data = list(data) if repair and isinstance(data, Iterator) else data  # it is read more than once then
+    example, data = open_once(data, home(model), keep=repair)
     keep = excluded_names(model, exclude, parameters=False)
 
     def scored(network: nn.Module) -> Saliency:
@@ -129,7 +130,6 @@ def repaired_cut(
     choice: Mapping[str, Any],
     scored: Callable[[nn.Module], Saliency],
     rounds: int,
-    style: Style | None = None,
     outputs: str = "cross_entropy",
 ) -> Pruned:
     """Cut and repair, in rounds: all but the first score and cut what the one before has left."""
@@ -137,20 +137,18 @@ def repaired_cut(
     saliency, absent = first, Absent(first.structures)
     for k in range(1, rounds):
         found = cut(network, saliency, example, _so_far(choice, k / rounds, first, saliency))
-        absent.cut(_flow(network, saliency, example), found.mask)
+        assert found.plan is not None
+        absent.cut(found.plan)
         network = repair_network(found.model, model, data, loss=outputs).model
         saliency = scored(network)
-    found = cut(network, saliency, example, _so_far(choice, 1.0, first, saliency), style)
+    found = cut(network, saliency, example, _so_far(choice, 1.0, first, saliency))
     fixed = repair_network(found.model, model, data, loss=outputs)
-    mask = found.mask
-    if network is not model:
-        absent.cut(_flow(network, saliency, example), mask)
-        mask = absent.mask()
-    return Pruned(fixed.model, mask, first, whole_cost(_flow(model, first, example)), found.cost_after, fixed)
-
-
-def _flow(model: nn.Module, saliency: Saliency, example: Any) -> Flow:
-    return saliency.structures.flow or trace(model, example)
+    if network is model:
+        return replace(found, model=fixed.model, repaired=fixed)
+    assert found.plan is not None
+    absent.cut(found.plan)
+    before = whole_cost(first.structures.flow or follow(model, example))
+    return Pruned(fixed.model, absent.mask(), first, before, found.cost_after, None, fixed)
 
 
 def _so_far(choice: Mapping[str, Any], share: float, first: Saliency, now: Saliency) -> dict[str, Any]:
@@ -167,16 +165,12 @@ def _so_far(choice: Mapping[str, Any], share: float, first: Saliency, now: Salie
     return {**choice, "ratio": max(0.0, 1 - left / len(now.structures))}
 
 
-def cut(
-    model: nn.Module, saliency: Saliency, example: Any, choice: Mapping[str, Any], style: Style | None = None
-) -> Pruned:
-    """Select by ``choice``, what ``select`` is told, and shrink; a budget is met by the network that is built."""
-    flow = _flow(model, saliency, example)
-    budgeted = choice.get("params") is not None or choice.get("macs") is not None
-    while True:
-        mask = select(saliency, **choice)
-        known = len(flow.graph.pins)
-        small, after = shrink_along(model, mask, example, flow, style)
-        # Building it may show that the code fixes a width nobody knew of: the budget is then met with it in view.
-        if len(flow.graph.pins) == known or not budgeted:
-            return Pruned(small, mask, saliency, whole_cost(flow), after)
+def cut(model: nn.Module, saliency: Saliency, example: Any, choice: Mapping[str, Any]) -> Pruned:
+    """Select by ``choice``, the arguments of ``select``, and shrink. A budget is met by the network that is built."""
+    options = SelectionOptions(**choice)
+    mask, plan = select_and_plan(saliency, options)
+    if plan is None:
+        flow = saliency.structures.flow or follow(model, example)
+        plan = plan_removal(flow, mask, Style(options.join, options.round_to))
+    small = shrink(model, plan, example)
+    return Pruned(small, mask, saliency, whole_cost(plan.flow), plan.cost, plan)

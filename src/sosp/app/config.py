@@ -25,13 +25,13 @@ from sosp.app.options import (
     checked,
     option,
 )
-from sosp.core.records import OBJECTIVES, SCOPES
 from sosp.errors import ArgumentError, nearest
-from sosp.graph.layout import JOINS, Style
+from sosp.graph.layout import JOINS
+from sosp.graph.records import OBJECTIVES, SCOPES
 from sosp.graph.structures import GATES
 from sosp.nets import Width
 from sosp.scoring.score import METHODS
-from sosp.selection.select import SCALES, budget_of
+from sosp.selection.select import SCALES, SelectionOptions, budget_of
 from sosp.studies.compare import Plan
 from sosp.studies.expand import Plan as Expansion
 from sosp.studies.expand.plan import WHEN
@@ -172,7 +172,7 @@ class Pruning:
     curve: bool = option(FLAG, "Measure the loss as structures go, on 256 images, for the report.", True)
 
     def __post_init__(self) -> None:
-        budget_of(self.ratio, self.params, self.macs, Style(self.join, self.round_to))
+        budget_of(SelectionOptions(self.ratio, self.params, self.macs, join=self.join, round_to=self.round_to))
         if self.ratios and (self.params is not None or self.macs is not None):
             raise ArgumentError(
                 "ratios says what every layer loses, params and macs how much is left: give one of them."

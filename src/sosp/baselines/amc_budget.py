@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from sosp.baselines.arguments import number
-from sosp.core.records import Structures
 from sosp.errors import ArgumentError
 from sosp.graph.cost import cost_of, whole_cost
+from sosp.graph.flow import Flow, learn_pins
+from sosp.graph.records import Structures
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +21,7 @@ class Budget:
     """Layers that keep the end of their own order."""
 
     structures: Structures
+    flow: Flow
     layers: tuple[int, ...]  # those that have structures
     orders: tuple[Tensor, ...]  # of each: its structures, the one that goes first first
     fewest: tuple[int, ...]  # that stay
@@ -36,7 +38,7 @@ class Budget:
 
     def left(self, kept: Sequence[int]) -> int:
         """The MACs of the network that ``sosp.shrink`` builds then."""
-        flow = self.structures.flow
+        flow = self.flow
         places = {layer.name: layer.norms for layer in self.structures.layers}
         removed = flow.removed(self.structures.channels_of(self.removed(kept)), places)
         return cost_of(flow, flow.layout(removed)).macs
@@ -68,14 +70,15 @@ def budget_of(structures: Structures, scores: Tensor, macs: float, least: float)
     """Layers keep the structures with the largest scores, a share of ``least`` or more; refuse what cannot be met."""
     if structures.flow is None:
         raise ArgumentError("macs= needs the channel flow of the network, which these structures do not have.")
-    whole = whole_cost(structures.flow).macs
+    flow = learn_pins(structures.flow)
+    whole = whole_cost(flow).macs
     limit = _limit(macs, whole)
     owner = structures.owner()
     members = [(owner == i).nonzero().flatten() for i in range(len(structures.layers))]
     layers = tuple(i for i, own in enumerate(members) if len(own))
     orders = tuple(members[i][scores.cpu()[members[i]].argsort(stable=True)] for i in layers)
     fewest = tuple(max(1, ceil(number("least", least, most=1.0) * len(order) - 1e-9)) for order in orders)
-    found = Budget(structures, layers, orders, fewest, limit, whole)
+    found = Budget(structures, flow, layers, orders, fewest, limit, whole)
     if (lowest := found.left(fewest)) > limit:
         raise ArgumentError(
             f"macs={macs} cannot be met: where every layer keeps least={least}, {lowest:,} of {whole:,} MACs are left. "

@@ -15,9 +15,9 @@ from sosp.baselines.amc_budget import Budget, budget_of
 from sosp.baselines.amc_features import STATES, Features, features_of
 from sosp.baselines.arguments import example_of, structures_of, validation
 from sosp.core.progress import track
-from sosp.core.records import Structures
 from sosp.errors import whole_number
 from sosp.graph.mask import Mask, masked
+from sosp.graph.records import Structures
 from sosp.scoring.score import score
 from sosp.training import evaluate
 

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.core.batches import first_rows
+from sosp.core.batches import first_rows, is_source
 from sosp.core.borrow import home
-from sosp.core.records import Structures
 from sosp.data.source import generator
 from sosp.errors import ArgumentError, DataError
+from sosp.graph.records import Structures
 from sosp.graph.structures import find_structures
 from sosp.scoring.method import refuse_unsuited
 from sosp.scoring.score import METHODS, check_structures
 from sosp.training.feed import Feed
 from sosp.training.randomness import apart
 from sosp.training.schedule import Schedule, schedule_of
-from sosp.training.user_data import both, is_source, moved, read
+from sosp.training.user_data import both, moved, read
 
 ROWS = 2  # of the example
 

@@ -27,10 +27,11 @@ from sosp.core.batches import Chunk, read, share
 from sosp.core.borrow import borrowed
 from sosp.core.losses import LossLike
 from sosp.core.losses import check as check_loss
-from sosp.core.records import Structures
 from sosp.errors import CheckpointError, DataError, StructureError, SurgeryError, one_of
-from sosp.graph.cost import Cost, count, whole_cost
+from sosp.graph.cost import Cost, whole_cost
+from sosp.graph.plan import count
 from sosp.graph.recipe import exchange
+from sosp.graph.records import Structures
 from sosp.graph.structures import Exclude, find_structures
 from sosp.scoring.kronecker import FISHERS, kronecker, unknown
 from sosp.scoring.passes import Problem

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core.layers import layer_type
-from sosp.core.records import Layer, Structures
 from sosp.errors import StructureError
+from sosp.graph.records import Layer, Structures
 
 
 def _places(model: nn.Module, layer: Layer, gate: str) -> list[tuple[str, Any]]:

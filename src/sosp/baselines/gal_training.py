@@ -23,9 +23,9 @@ from sosp.core.batches import call
 from sosp.core.borrow import borrowed
 from sosp.core.gates import along, install
 from sosp.core.losses import logits_of
-from sosp.core.records import Saliency, Structures
 from sosp.errors import whole_number
 from sosp.graph.mask import Mask
+from sosp.graph.records import Saliency, Structures
 from sosp.training import Companion, Schedule, train
 from sosp.training.loop import OnEpoch
 

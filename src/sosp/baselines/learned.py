@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sosp.core.records import Saliency, Structures
 from sosp.graph.mask import Mask
+from sosp.graph.records import Saliency, Structures
 from sosp.training import Epoch
 
 

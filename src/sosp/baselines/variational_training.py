@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from sosp.baselines.arguments import example_of, examples_in, number, schedule_for, structures_of
 from sosp.baselines.learned import Learned, largest
 from sosp.core.gates import GateHook, along, hook_output
-from sosp.core.records import Saliency, Structures
 from sosp.errors import whole_number
 from sosp.graph.mask import Mask
+from sosp.graph.records import Saliency, Structures
 from sosp.training import Companion, Schedule, train
 from sosp.training.loop import OnEpoch
 

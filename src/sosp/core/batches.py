@@ -1,4 +1,8 @@
-"""Whatever the user calls data, as chunks of examples: inputs, targets, and where they came from."""
+"""The one door for the user's data: what data is, and how it is read as chunks of examples.
+
+Data is a source or a dataset of ``sosp.data``, a DataLoader or another iterable of batches, or a pair of tensors. A
+batch is (inputs, targets), or a dict of the model's keyword arguments with ``labels``.
+"""
 
 from __future__ import annotations
 
@@ -98,18 +102,25 @@ def _by_example(x: Any, size: int) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == size
 
 
-def read(data: Any, examples: int | None, generator: torch.Generator | None, *, alone: bool = False) -> Iterator[Chunk]:
-    """The first ``examples`` examples of ``data``, batch by batch; of a pair of tensors, a random subset.
+def read(
+    data: Any,
+    examples: int | None,
+    generator: torch.Generator | None,
+    *,
+    alone: bool = False,
+    device: torch.device | None = None,
+) -> Iterator[Chunk]:
+    """Yield the first ``examples`` examples of ``data``, batch by batch; of a pair of tensors, a random subset.
 
-    A loader's own order decides which examples are taken (shuffle it); a pair of tensors is often sorted by
+    A loader's own order decides which examples are taken (shuffle it). A pair of tensors or a source is often sorted by
     class, so a subset is drawn with ``generator`` (by default the same one every time). ``alone``: inputs may come
     without targets, as a tensor or as batches of them. (inputs, targets) is a tuple: a list of tensors of one kind is
-    a list of batches, also when there are two.
+    a list of batches, also when there are two. ``device``: where the batches of a source are put.
     """
     if examples is not None and (not is_whole(examples) or examples < 1):
         raise ArgumentError(f"examples={examples!r} must be a positive whole number, or None for all the data.")
     left = examples
-    for chunk in _chunks(data, examples, generator, alone):
+    for chunk in _chunks(data, examples, generator, alone, device):
         if left is not None and chunk.size > left:
             chunk = chunk.rows(0, left)
         if chunk.size:
@@ -137,27 +148,82 @@ def share(chunks: Iterable[Chunk], rank: int, ranks: int) -> Iterator[Chunk]:
         seen += chunk.size
 
 
-def peek(data: Any, rows: int = 8) -> tuple[Any, Any]:
-    """Some inputs of the first batch, and data that still holds everything."""
-    if isinstance(data, Iterator):
-        head = next(data, None)
-        if head is None:
-            raise DataError("the data is empty.")
-        data = itertools.chain([head], data)
-        first = next(read([head], rows, None, alone=True), None)
-    else:
+class OpenedOnce:
+    """A loader that is opened once. Every reader gets the batches that were read before, then the loader's next ones.
+
+    The loader draws its random numbers as if it were read in one go, whatever happens between two batches.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.rest: Iterator[Any] | None = None
+        self.kept: list[Any] = []
+        self.random = torch.get_rng_state()
+
+    def __iter__(self) -> Iterator[Any]:
+        for k in itertools.count():
+            if k == len(self.kept) and not self._read_one():
+                return
+            yield self.kept[k]
+
+    def once(self) -> Iterator[Any]:
+        """Yield all batches without keeping them: for one more reader and no other."""
+        while self.kept or self._read_one():
+            yield self.kept.pop(0)
+
+    def _read_one(self) -> bool:
+        """Keep one more batch; False at the end of the loader."""
         with same_random_numbers():
-            first = next(iter(read(data, rows, None, alone=True)), None)
+            torch.set_rng_state(self.random)
+            self.rest = iter(self.loader) if self.rest is None else self.rest
+            found = list(itertools.islice(self.rest, 1))
+            self.random = torch.get_rng_state()
+        self.kept += found
+        return bool(found)
+
+
+def open_once(data: Any, device: torch.device, *, keep: bool, rows: int = 8) -> tuple[Any, Any]:
+    """Return some inputs of the first batch as an example, and the data with that batch still in it.
+
+    A loader is not opened again by who reads the data then: once, or with ``keep`` any number of times.
+    """
+    data = training_part(data)
+    in_memory = is_source(data) or is_pair(data) or isinstance(data, (Mapping, Tensor, str, OpenedOnce))
+    opened = OpenedOnce(data) if isinstance(data, Iterable) and not in_memory else data
+    with same_random_numbers():
+        first = next(iter(read(opened, rows, None, alone=True, device=device)), None)
     if first is None:
         raise DataError("the data is empty: there is not one example in it. Is the loader's dataset empty?")
-    return first.inputs, data
+    return first.inputs, opened.once() if isinstance(opened, OpenedOnce) and not keep else opened
 
 
-def _chunks(data: Any, examples: int | None, generator: torch.Generator | None, alone: bool) -> Iterator[Chunk]:
+def is_source(data: Any) -> bool:
+    """Whether the data is a source of ``sosp.data``, which gives batches of any size."""
+    return callable(getattr(data, "epoch", None)) and callable(getattr(data, "ordered", None))
+
+
+def training_part(data: Any) -> Any:
+    """Return the training part of a dataset of ``sosp.data``, and all other data as it is."""
+    train = getattr(data, "train", None)
+    return train if is_source(train) else data
+
+
+def _chunks(
+    data: Any,
+    examples: int | None,
+    generator: torch.Generator | None,
+    alone: bool,
+    device: torch.device | None,
+) -> Iterator[Chunk]:
+    data = training_part(data)
+    if is_source(data):
+        count = len(data) if examples is None else min(examples, len(data))
+        some = data.subset(count, 0 if generator is None else generator.initial_seed())
+        data = (some if device is None else some.to(device)).ordered(batch=PAIR)
     if alone and isinstance(data, Tensor) and data.dim():
         parts = _split_pair(data, torch.zeros(len(data)), examples, generator)
         return (replace(chunk, targets=None) for chunk in parts)
-    if _is_pair(data):
+    if is_pair(data):
         return _split_pair(_plain(data[0]), data[1], examples, generator)
     if isinstance(data, Mapping):
         return iter([_chunk(data, 0)])
@@ -169,7 +235,7 @@ def _chunks(data: Any, examples: int | None, generator: torch.Generator | None, 
     return (_chunk(batch, index, alone) for index, batch in enumerate(data))
 
 
-def _is_pair(data: Any) -> bool:
+def is_pair(data: Any) -> bool:
     """One pair (inputs, targets): a tuple, or a list of two that cannot both be inputs, such as images and labels."""
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         return False

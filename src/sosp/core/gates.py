@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from sosp.core.records import Layer
 from sosp.core.scatter import Scatter
 
 Apply = Callable[[int, Any], Any]  # (index of the layer, its output) -> the gated output
+
+
+class GatedLayer(Protocol):
+    """A layer by name, and the normalisations that are its own."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def norms(self) -> tuple[str, ...]: ...
 
 
 class GateHook:
@@ -34,7 +43,7 @@ class InputHook:
         return (self.hook(module, (), args[0]), *args[1:])
 
 
-def install(model: nn.Module, layers: Sequence[Layer], gate: str, apply: Apply) -> list[Any]:
+def install(model: nn.Module, layers: Sequence[GatedLayer], gate: str, apply: Apply) -> list[Any]:
     """Hook ``apply`` onto the outputs of ``layers``, or of their own norms; returns the handles that undo it."""
     places = [
         (i, model.get_submodule(name))
@@ -53,7 +62,7 @@ def hook_output(module: nn.Module, hook: GateHook) -> Any:
 
 
 @contextmanager
-def gated(model: nn.Module, layers: Sequence[Layer], gate: str, apply: Apply) -> Iterator[None]:
+def gated(model: nn.Module, layers: Sequence[GatedLayer], gate: str, apply: Apply) -> Iterator[None]:
     """``install`` for the length of the block."""
     handles = install(model, layers, gate, apply)
     try:

@@ -45,8 +45,13 @@ def own_loss(loss: LossLike, outputs: Any, chunk: Chunk) -> Tensor | None:
     """The mean loss that a model returns for a dict batch with labels, unless the user gave a function."""
     if callable(loss) or not chunk.keyed:
         return None
+    return returned_loss(outputs)
+
+
+def returned_loss(outputs: Any) -> Tensor | None:
+    """Return the mean loss among the outputs of a model that was given labels; None where there is none."""
     own = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    return None if own is None else own.mean()
+    return own.mean() if isinstance(own, Tensor) else None
 
 
 def one_each(values: Any, chunk: Chunk) -> Tensor:

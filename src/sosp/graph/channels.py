@@ -15,6 +15,7 @@ import numpy as np
 from sosp.graph.labels import OPAQUE, ZERO, Labels
 
 Ids = np.ndarray  # of int64
+FixedAxis = tuple[Labels, int]  # an axis of a box whose size the code requires
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,6 @@ class Graph:
     records: dict[str, list[Record]] = field(default_factory=dict)  # mode -> ops in order
     boxes: list[Labels] = field(default_factory=list)  # labels along several axes: what stays must be a box
     even: list[Ids] = field(default_factory=list)  # (pieces, n) a tensor is cut into: as many stay of each
-    fixed: list[tuple[Labels, int]] = field(default_factory=list)  # axes of boxes that the code gives their size
     calls: dict[str, list[Cut]] = field(default_factory=dict)  # module -> its cuts
     reads: list[tuple[str, str, Ids]] = field(default_factory=list)  # (mode, module, labels) whose sizes were read
     sized: list[tuple[str, str, str]] = field(default_factory=list)  # the same of parameters: (mode, module, name)
@@ -187,6 +187,35 @@ class Graph:
         return zero
 
 
+def pair_modes(graph: Graph) -> tuple[Ids, Ids] | None:
+    """Return the values of the two modes, place by place; None if the code does not do the same in both."""
+    if len(graph.records) != 2 or graph.decisions:
+        return None
+    seen = [_things_done(graph, mode) for mode in graph.records]
+    if seen[0][0] != seen[1][0]:
+        return None
+    none = np.zeros(0, dtype=int)
+    one, other = (np.concatenate([none, *ids]) for _, ids in seen)
+    return one, other
+
+
+def _things_done(graph: Graph, mode: str) -> tuple[list[Any], list[Ids]]:
+    """What the code did in a mode, without the numbers of the values; and those numbers, in order."""
+    done: list[Any] = []
+    ids: list[Ids] = []
+    for r in graph.records[mode]:
+        labels = [*r.given, *r.out]
+        if not any(labels) and not any(r.shapes) and not any(d is None or d.is_floating_point for d in r.dtypes):
+            continue  # a single whole number, such as a batch norm's count of batches
+        shapes = [None if x is None else (x.shape, tuple(x.core.shape)) for x in labels]
+        done.append((r.name, shapes, r.shapes, r.spec, r.dtypes, r.moves, r.where, r.module, r.numbers))
+        ids += [x.core.numpy().reshape(-1) for x in labels if x is not None]
+    done += [(module, len(read)) for m, module, read in graph.reads if m == mode]
+    done += [(module, name) for m, module, name in graph.sized if m == mode]
+    ids += [read for m, _, read in graph.reads if m == mode]
+    return done, ids
+
+
 def components(count: int, a: Ids, b: Ids) -> Ids:
     """(count,) the smallest member of each node's connected component: pointers jump to the smallest neighbour."""
     root = np.arange(count)
@@ -202,4 +231,4 @@ def components(count: int, a: Ids, b: Ids) -> Ids:
 
 
 __all__ = ["OPAQUE", "ZERO", "Combine", "Cut", "Decision", "Dense", "Graph", "Ids", "Pin", "Record", "Slices"]
-__all__ += ["components"]
+__all__ += ["FixedAxis", "components", "pair_modes"]

@@ -6,21 +6,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
 from torch import nn
 
-from sosp.errors import StructureError, one_of
-from sosp.graph import Flow, follow
 from sosp.graph.channels import ZERO, Cut, Dense
+from sosp.graph.flow import Flow
 from sosp.graph.layout import Layout, whole
-from sosp.graph.mask import Mask, check_mask
 from sosp.graph.meta import rows
 from sosp.graph.ops import RECURRENT
-from sosp.graph.plan import plan
 
-CONVENTIONS = ("exact", "alternative")
 MATRICES = re.compile(r"weight_(ih|hh|hr)(_l\d+)?(_reverse)?")
 
 
@@ -50,28 +45,6 @@ class Cost:
         lines = [repr(self)]
         lines += [f"  {layer.name:<{width}}  {layer.params:>12,}  {layer.macs:>15,}" for layer in self.layers]
         return "\n".join(lines)
-
-
-def count(model: nn.Module, example: Any, mask: Mask | None = None, *, convention: str = "exact") -> Cost:
-    """Parameters and MACs of ``model``, or of what ``sosp.shrink(model, mask, example)`` makes of it.
-
-    ``convention``: ``"exact"`` counts the network that is built; a channel of a stream goes only if it is dead in
-    every branch that feeds it. ``"alternative"`` takes as the inputs of a layer the outputs of the layer before it in
-    the chain, as if the skips were adapted (the paper's App. D): fewer, comparable with papers that count so, and
-    equal for a network without a mask.
-    """
-    one_of("convention", convention, CONVENTIONS)
-    flow = follow(model, example)
-    if mask is None:
-        return whole_cost(flow)
-    check_mask(model, mask)
-    if mask.kind == "weights":
-        raise StructureError("single weights cannot be cut out of a layer: count a mask of kind='filters'.")
-    removed = flow.removed(mask.removed, mask.places)
-    if convention == "alternative":
-        return alternative(flow, removed)
-    layout, _ = plan(model, flow, removed, example)
-    return cost_of(flow, layout)
 
 
 def whole_cost(flow: Flow) -> Cost:

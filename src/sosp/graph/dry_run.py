@@ -1,9 +1,16 @@
-"""Try a smaller network out on the meta device: does every op of the user's code still do what it did?"""
+"""Fit a removal to the user's code: run the smaller network on the meta device and pin what an op cannot lose.
+
+Every op of the smaller network must do what it did in the whole one. Where it does not, the code requires the channels
+that it works on; they are pinned, and the next layout is tried out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+import copy
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,9 +20,120 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from sosp.core.batches import call
 from sosp.core.scatter import Nothing, Scatter
-from sosp.graph.channels import Record
-from sosp.graph.labels import OPAQUE, RESHAPES, Labels, compact, reshaped, settle
-from sosp.graph.ops import COMPOSITE, DECOMPOSED, name_of, numbers, run, unchecked
+from sosp.graph.channels import FixedAxis, Pin, Record
+from sosp.graph.control_flow import exposed, other_ways
+from sosp.graph.labels import OPAQUE, RESHAPES, Labels, compact, indices, reshaped, settle
+from sosp.graph.layout import Layout, Style
+from sosp.graph.meta import meta_copy, on_device, quiet
+from sosp.graph.ops import COMPOSITE, DECOMPOSED, NUMBERS, name_of, numbers, run, unchecked
+from sosp.graph.recipe import Recipe, Removed, apply, write_recipe
+from sosp.graph.width_arithmetic import Trial, computed
+
+if TYPE_CHECKING:
+    from sosp.graph.flow import Flow
+
+
+FIXED_AXIS = "the code requires a fixed size of an axis"
+FIXED_NUMBER = "the code requires a fixed number of channels here"
+
+# fitting --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """What stays and how to get there, as it runs in the user's code; and the flow with what that has shown."""
+
+    flow: Flow
+    layout: Layout
+    recipe: Recipe
+
+
+def fit_layout(flow: Flow, removed: Removed, style: Style | None = None) -> Fit:
+    """Return the smallest layout without the ``removed`` channels with which the user's code runs."""
+    while True:
+        layout = flow.layout(removed, style)
+        recipe = write_recipe(flow.network, flow.graph, layout, removed)
+        pins, fixed = _find_trouble(flow, layout, recipe)
+        if not pins:
+            return Fit(flow, layout, recipe)
+        flow = flow.with_pins(pins, fixed)
+
+
+def _find_trouble(flow: Flow, layout: Layout, recipe: Recipe) -> tuple[list[Pin], list[FixedAxis]]:
+    """Run the smaller network; return the pins and the axes of fixed size with which the user's code would run."""
+    pins: list[Pin] = []
+    fixed: list[FixedAxis] = []
+    tried = list(try_out(flow, layout, recipe))
+    for mode, rehearsal in tried:
+        pins += _find_reasons(flow, layout, mode, rehearsal, fixed)
+    if (
+        pins
+        or not any(rehearsal.computed for _, rehearsal in tried)
+        or any(d.op in NUMBERS for d in flow.graph.decisions)
+    ):
+        return pins, fixed  # numbers that were computed from values may well differ
+    trial = Trial(flow, layout, recipe, lambda a, b: try_out(flow, a, b))
+    for mode, rehearsal in tried:
+        pins += list(islice(computed(trial, mode, rehearsal), 1))  # one at a time: a pin may restore other numbers
+    return pins, fixed
+
+
+def try_out(flow: Flow, layout: Layout, recipe: Recipe) -> Iterator[tuple[str, Rehearsal]]:
+    """Run the changed network next to the record of the whole one, in each mode in which the code differs."""
+    twin = copy.deepcopy(flow.network) if flow.real else meta_copy(flow.network)
+    apply(twin, recipe)
+    gone = {*recipe.emptied, *recipe.passed}
+    decides = bool(flow.graph.decisions)
+    for mode in flow.modes_that_differ(layout.counts):
+        records = [r for r in flow.graph.records[mode] if r.module not in gone]
+        twin.train(mode == "train")
+        with quiet():
+            given = on_device(flow.example, flow.real)
+            yield mode, rehearse(twin, given, records, layout.counts, recipe.emptied, decides)
+
+
+def _find_reasons(flow: Flow, layout: Layout, mode: str, rehearsal: Rehearsal, fixed: list[FixedAxis]) -> list[Pin]:
+    """Pin the channels at each op that failed; if they all stayed, those whose sizes were read around it; or all.
+
+    Where fixing the size of an axis helps, the axis is appended to ``fixed``.
+    """
+    pins = []
+    if rehearsal.strayed:
+        ids = exposed(flow.graph, flow.unseen)
+        if (layout.counts[ids] == 0).any():
+            pins.append(other_ways(flow.graph, ids, "with channels gone, the code takes another way"))
+    for record in rehearsal.failed[:-1] if rehearsal.strayed else rehearsal.failed:
+        axis = _find_axis((*flow.fixed, *fixed), record, layout.counts)
+        if axis is not None:
+            fixed.append(axis)
+            pins.append(Pin(np.zeros(0, dtype=int), record.name, record.where, FIXED_AXIS))
+            continue
+        at_op = [x.numbers() for x in (*record.given, *record.out) if x is not None]
+        around = [ids for m, module, ids in flow.graph.reads if m == mode and module == record.module]
+        everything = [np.arange(flow.graph.count)]
+        for labels in (at_op, around, everything):
+            ids = np.concatenate([np.zeros(0, dtype=int), *labels])
+            if (layout.counts[ids] == 0).any():
+                pins.append(Pin(np.unique(ids), record.name, record.where, FIXED_NUMBER))
+                break
+    return pins
+
+
+def _find_axis(fixed: Iterable[FixedAxis], record: Record, counts: np.ndarray) -> FixedAxis | None:
+    """Where channels were folded into several axes, the code may fix the size of one: the shortest that changed."""
+    known = {(id(labels), axis) for labels, axis in fixed}
+    for labels in (*record.out, *record.given):
+        picks = indices(labels, counts) if labels is not None and len(labels.varying) > 1 else None
+        if labels is None or picks is None:
+            continue
+        changed = [d for d in labels.varying if len(picks[d]) < labels.shape[d] and (id(labels), d) not in known]
+        free = [d for d in labels.varying if (id(labels), d) not in known]
+        if changed and len(free) > 1:  # one axis at least is free; otherwise all of it is pinned
+            return labels, min(changed, key=lambda d: labels.shape[d])
+    return None
+
+
+# one run --------------------------------------------------------------------------------------------------------------
 
 
 class AnotherWayError(RuntimeError):

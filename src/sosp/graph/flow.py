@@ -6,7 +6,8 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,12 @@ from sosp.core.batches import call
 from sosp.core.borrow import check_network, refuse_uninitialised
 from sosp.core.layers import is_norm
 from sosp.errors import StructureError
-from sosp.graph.channels import OPAQUE, ZERO, Cut, Graph, Ids, Pin, components
+from sosp.graph.channels import OPAQUE, ZERO, Cut, FixedAxis, Graph, Ids, Pin, components, pair_modes
 from sosp.graph.control_flow import PathWarning, pin_other_ways, unseen, users_level, warning
+from sosp.graph.dry_run import fit_layout
 from sosp.graph.layout import Layout, Style, solve
 from sosp.graph.meta import few, meta_copy, on_device, quiet, refuse_kept, tensors_of
 from sosp.graph.ops import returned_at
-from sosp.graph.plan import plan
 from sosp.graph.tracer import Tracer
 
 MODES = ("eval", "train")
@@ -53,60 +54,66 @@ class Stream:
     pinned: int  # how many cannot be dropped
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Flow:
     """How the channels of a network flow: streams, their producers and consumers, and what is pinned and why."""
 
-    graph: Graph
+    graph: Graph  # complete: nothing is added to it any more
+    classes: Ids  # (values,) the class of each value
     parameters: dict[str, tuple[int, ...]]  # name -> shape
     untraced: dict[str, str]  # mode -> why the network could not be followed in it
-    real: bool  # traced with real numbers, because the network does not run without
+    real: bool  # traced with real values, because the network does not run without
     norms: frozenset[str]  # the norms of single channels
     unseen: tuple[str, ...]  # layers and other modules with parameters that the example did not run
-    network: nn.Module  # to try smaller ones out: a copy without numbers, or the network itself if real
+    network: nn.Module  # to try smaller ones on: a copy without values, or the network itself if real
     example: Any  # the rows of it that were followed; if real, they decide the way
-    classes: Ids = field(init=False)
-    _pins: Ids | None = None
-
-    def __post_init__(self) -> None:
-        self.classes = self.graph.classes()
-        self._known = len(self.graph.pins), len(self.graph.fixed)  # by following alone, before anything was tried out
+    paired: tuple[Ids, Ids] | None  # the values of both modes, place by place, if the code does the same in both
+    learned: tuple[Pin, ...] = ()  # pins that trying out smaller networks has shown
+    fixed: tuple[FixedAxis, ...] = ()  # and axes of a size that the code requires
 
     @property
     def modes(self) -> tuple[str, ...]:
         """The modes in which it was followed: ``eval`` and, if the network runs in it, ``train``."""
         return tuple(m for m in self.graph.records if m not in self.untraced)
 
-    @property
+    @cached_property
     def pins(self) -> Ids:
         """All values that must stay."""
-        if self._pins is None:
-            known = np.unique(np.concatenate([np.array([ZERO, OPAQUE]), *(p.ids for p in self.graph.pins)]))
-            self._pins = np.union1d(known, self._idle(known))
-        return self._pins
+        pins = [p.ids for p in (*self.graph.pins, *self.learned)]
+        known = np.unique(np.concatenate([np.array([ZERO, OPAQUE]), *pins]))
+        return np.union1d(known, self._idle(known))
+
+    def modes_that_differ(self, counts: np.ndarray) -> tuple[str, ...]:
+        """Return the modes to try out with these ``counts``; one if the code does the same to the same channels."""
+        if self.paired is not None and np.array_equal(*(counts[ids] for ids in self.paired)):
+            return self.modes[:1]
+        return self.modes
+
+    def with_pins(self, pins: Iterable[Pin], fixed: Iterable[FixedAxis] = ()) -> Flow:
+        """Return this flow with more channels that must stay, as trying out a smaller network has shown."""
+        return replace(self, learned=(*self.learned, *pins), fixed=(*self.fixed, *fixed))
+
+    def without_learned(self) -> Flow:
+        """Return this flow as the forward pass alone shows it."""
+        return replace(self, learned=(), fixed=())
 
     def warn(self) -> None:
-        """Say where the code decides by values which way it takes."""
+        """Warn where the code decides by values which layers run."""
         text = warning(self.graph.decisions, self.unseen)
         if text is not None:
             warnings.warn(text, PathWarning, stacklevel=users_level())
 
     def _idle(self, pins: Ids) -> Ids:
         """What layers compute that no output needs, kept by the code in its own way: a probe, an auxiliary loss."""
-        unneeded = solve(self.graph, self.classes, pins, {}, Style()).emptied
+        unneeded = solve(self.graph, self.classes, pins, (), {}, Style()).emptied
         return np.concatenate([pins[:0], *(d.out for d in self.graph.dense.values() if d.weight in unneeded)])
-
-    def pin(self, pins: list[Pin]) -> None:
-        """More channels that must stay, found when a smaller network was tried out."""
-        self.graph.pins.extend(pins)
-        self._pins = None
 
     @property
     def pinned(self) -> list[Pinned]:
         """What cannot be dropped, one entry per line of code."""
         outputs, rows = self._outputs(), _calls(self)
         found: dict[tuple[str, str, str], set[str]] = {}
-        for pin in self.graph.pins:
+        for pin in (*self.graph.pins, *self.learned):
             held = np.zeros(self.graph.count, dtype=bool)
             held[self.classes[pin.ids]] = True
             layers = {n for n, classes in outputs.items() if held[classes].any()}
@@ -242,19 +249,9 @@ class Flow:
         read = np.concatenate([np.zeros(0, dtype=int), *(into for d in self.graph.dense.values() for into in d.into)])
         return read[~zero[read]]
 
-    def built(self, removed: Mapping[str, np.ndarray], style: Style | None = None) -> Layout:
-        """What stays in the network that ``shrink`` builds: tried out, and what that shows is pinned here as well."""
-        pins, fixed = self._known
-        graph = replace(self.graph, pins=self.graph.pins[:pins], fixed=self.graph.fixed[:fixed])
-        afresh = replace(self, graph=graph, _pins=None)
-        layout, _ = plan(self.network, afresh, removed, self.example, style)
-        self.graph.fixed.extend(graph.fixed[fixed:])
-        self.pin(graph.pins[pins:])
-        return layout
-
     def layout(self, removed: Mapping[str, np.ndarray], style: Style | None = None) -> Layout:
         """What stays when these module outputs are set to zero."""
-        return solve(self.graph, self.classes, self.pins, removed, style or Style())
+        return solve(self.graph, self.classes, self.pins, self.fixed, removed, style or Style())
 
 
 def trace(model: nn.Module, example: Any) -> Flow:
@@ -263,9 +260,14 @@ def trace(model: nn.Module, example: Any) -> Flow:
     Nothing is computed: it runs on the meta device, in the user's own code. Then a network with many channels gone is
     tried out there, to find the sizes that the code itself fixes.
     """
-    flow = follow(model, example)
-    for removed in _many(flow):
-        plan(model, flow, removed, example)
+    return learn_pins(follow(model, example))
+
+
+def learn_pins(flow: Flow) -> Flow:
+    """Return the flow with the widths that the code fixes, as trying out large removals shows them."""
+    if not flow.learned:
+        for removed in _many(flow):
+            flow = fit_layout(flow, removed).flow
     return flow
 
 
@@ -308,7 +310,7 @@ def _trace(model: nn.Module, inputs: Any, real: bool) -> Flow:
     norms = frozenset(n for n in graph.calls if is_norm(model.get_submodule(n)))
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     kept = (model, inputs) if real else (twin, on_device(inputs, real=False))
-    return Flow(graph, shapes, untraced, real, norms, absent, *kept)
+    return Flow(graph, graph.classes(), shapes, untraced, real, norms, absent, *kept, pair_modes(graph))
 
 
 def _many(flow: Flow) -> list[dict[str, np.ndarray]]:

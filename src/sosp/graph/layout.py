@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sosp.errors import one_of, whole_number
-from sosp.graph.channels import Cut, Dense, Graph, Ids
+from sosp.graph.channels import Cut, Dense, FixedAxis, Graph, Ids
 
 JOINS = ("scatter", "zeros")
 
@@ -46,10 +46,17 @@ def whole(count: int) -> Layout:
     return Layout(ones, ones == 0, ones == 1, frozenset())
 
 
-def solve(graph: Graph, classes: Ids, pinned: Ids, removed: Mapping[str, np.ndarray], style: Style) -> Layout:
-    """The layout when ``removed[module]`` (n,) of a module's output channels are set to zero."""
+def solve(
+    graph: Graph,
+    classes: Ids,
+    pinned: Ids,
+    fixed: Sequence[FixedAxis],
+    removed: Mapping[str, np.ndarray],
+    style: Style,
+) -> Layout:
+    """Return the layout when ``removed[module]`` (n,) of a module's output channels are set to zero."""
     zero = graph.zeros(dict(removed))
-    work = Needs(graph, classes, zero, style)
+    work = Needs(graph, classes, fixed, zero, style)
     work.need(np.array([0, 1]))
     work.need(pinned)
     work.settle()
@@ -66,8 +73,8 @@ def solve(graph: Graph, classes: Ids, pinned: Ids, removed: Mapping[str, np.ndar
 class Needs:
     """Grow the set of kept classes until every rule holds; it only grows, so the order does not matter."""
 
-    def __init__(self, graph: Graph, classes: Ids, zero: np.ndarray, style: Style) -> None:
-        self.graph, self.classes, self.zero, self.style = graph, classes, zero, style
+    def __init__(self, graph: Graph, classes: Ids, fixed: Sequence[FixedAxis], zero: np.ndarray, style: Style) -> None:
+        self.graph, self.classes, self.fixed, self.zero, self.style = graph, classes, fixed, zero, style
         self.kept = np.zeros(graph.count, dtype=bool)  # at the class's smallest member
         self.emptied: frozenset[str] = frozenset()
         self.layers = {d.module: d for d in graph.dense.values()}
@@ -95,7 +102,7 @@ class Needs:
                 self.box(box.core.numpy())
             for pieces in self.graph.even:
                 self.even(pieces)
-            for labels, axis in self.graph.fixed:
+            for labels, axis in self.fixed:
                 self.whole_axis(labels.core.numpy(), axis)
 
     def cut(self, cut: Cut) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from sosp.core.borrow import check_network
 from sosp.core.gates import GateHook, along, hook_output, install
 from sosp.core.layers import width_of
-from sosp.core.records import Layer, Structures
 from sosp.errors import ArgumentError, StructureError, nearest
+from sosp.graph.records import Layer, Structures
 from sosp.graph.structures import find_structures
 
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from sosp.core.borrow import check_network
 from sosp.core.layers import LAYERS, channel_axis, layer_type
-from sosp.core.records import Layer, Structures
 from sosp.errors import ArgumentError, StructureError, nearest, one_of
-from sosp.graph import Flow
-from sosp.graph import trace as trace_flow
+from sosp.graph.flow import Flow, follow
+from sosp.graph.flow import trace as trace_flow
+from sosp.graph.records import Layer, Structures
 from sosp.graph.wiring import Trace, trace
 
 KINDS = ("filters", "blocks", "weights")
@@ -69,7 +69,7 @@ def find_structures(
             + f". Supported layers: {', '.join(t if isinstance(t, str) else t.__name__ for t in LAYERS)}."
         )
     _refuse_shared(model, left)
-    flow = _flow(model, example)
+    flow = _flow(model, example, tried_out=groups == "coupled")
     if flow is not None:  # what ran by chance of a few more rows is not known to the surgery
         flow.warn()
         left = [n for n in left if n in flow.graph.calls]
@@ -83,10 +83,14 @@ def find_structures(
     return Structures("filters", gate, tuple(layers.values()), ids, seen.wiring, seen.footprint, flow)
 
 
-def _flow(model: nn.Module, example: Any) -> Flow | None:
-    """The channel flow, where it can be followed: scoring does without."""
+def _flow(model: nn.Module, example: Any, tried_out: bool) -> Flow | None:
+    """Return the channel flow, or None where it cannot be followed: scoring works without.
+
+    Only coupled structures need to know before scoring which widths the code fixes. For all others the plan of the
+    removal finds out.
+    """
     try:
-        return trace_flow(model, example)
+        return trace_flow(model, example) if tried_out else follow(model, example)
     except StructureError:
         return None
 

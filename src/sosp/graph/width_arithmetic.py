@@ -11,15 +11,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import nn
 
 from sosp.core.layers import layer_type
 from sosp.graph.channels import Graph, Ids, Pin, Record
-from sosp.graph.dry_run import Rehearsal
 from sosp.graph.layout import Layout, whole
 from sosp.graph.recipe import Recipe
 
 if TYPE_CHECKING:
+    from sosp.graph.dry_run import Rehearsal
     from sosp.graph.flow import Flow
 
 WHY = "the code computes with how many there are"
@@ -30,7 +29,6 @@ Width = tuple[str, str]  # module, attribute
 class Trial:
     """A smaller network that was tried out, and how."""
 
-    model: nn.Module
     flow: Flow
     layout: Layout
     recipe: Recipe
@@ -94,7 +92,7 @@ def _stated(trial: Trial, mode: str, record: Record) -> Ids:
 def _of_width(trial: Trial, name: str, key: str) -> Ids:
     """The channels that an attribute of a module counts."""
     graph = trial.flow.graph
-    kind = layer_type(trial.model.get_submodule(name))
+    kind = layer_type(trial.flow.network.get_submodule(name))
     for d in graph.dense.values():
         if kind is not None and d.module == name:
             return d.out if key == kind.sizes[0] or not d.into else d.into[0]

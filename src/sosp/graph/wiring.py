@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from sosp.core.batches import call, copies, first_rows, leading
 from sosp.core.borrow import borrowed
 from sosp.core.layers import is_norm
-from sosp.core.records import INPUT, OUTPUT
 from sosp.errors import DataError, DifferentiationError, StructureError
+from sosp.graph.records import INPUT, OUTPUT
 
 ROWS = 8  # of the example are run
 JOINS = frozenset({"AddBackward0", "CatBackward0", "SubBackward0"})

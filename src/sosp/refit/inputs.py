@@ -37,7 +37,8 @@ def chunks_of(data: Any, examples: int | None, device: torch.device, seed: int) 
     if examples is not None:
         whole_number("examples", examples, least=2)
     chunks = []
-    for chunk in read(_opened(data, examples, device, seed), examples, None, alone=True):
+    generator = torch.Generator().manual_seed(seed)
+    for chunk in read(data, examples, generator, alone=True, device=device):
         chunk = replace(chunk, targets=torch.zeros(chunk.size, device=device))  # the same for all: chunks are joined
         check_device(chunk, device)
         chunks.append(chunk)
@@ -61,11 +62,3 @@ def _side(chunks: Sequence[Chunk], held: bool) -> Iterator[Chunk]:
         start, stop = (cut, chunk.size) if held else (0, cut)
         if start < stop:
             yield chunk.rows(start, stop)
-
-
-def _opened(data: Any, examples: int | None, device: torch.device, seed: int) -> Any:
-    """A source of ``sosp.data`` in batches on the device; all else as it is."""
-    if not callable(getattr(data, "ordered", None)):
-        return data
-    count = len(data) if examples is None else min(examples, len(data))
-    return data.subset(count, seed).to(device).ordered(batch=STRETCH)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from sosp.core.records import Structures
-from sosp.graph import Flow
 from sosp.graph.mask import Mask
-from sosp.graph.plan import stay
+from sosp.graph.plan import Plan
+from sosp.graph.recipe import stay
+from sosp.graph.records import Structures
 
 
 class Absent:
@@ -19,11 +19,11 @@ class Absent:
         self.left = {layer.name: np.arange(layer.channels) for layer in structures.layers}  # in the original's numbers
         self.gone = {layer.name: np.zeros(layer.channels, dtype=bool) for layer in structures.layers}
 
-    def cut(self, flow: Flow, mask: Mask) -> None:
-        """The network with this flow, which is what the cuts so far have left, loses what the mask removes."""
-        for name, channels in mask.removed.items():
+    def cut(self, plan: Plan) -> None:
+        """Record that the network of this plan, as the cuts so far have left it, was cut by the plan."""
+        for name, channels in plan.mask.removed.items():
             self.gone[name][self.left[name][channels.cpu().numpy()]] = True
-        layout = flow.layout(flow.removed(mask.removed, mask.places))
+        flow, layout = plan.flow, plan.layout
         emptied = {d.module for d in flow.graph.dense.values() if d.weight in layout.emptied}
         for name, numbers in self.left.items():
             if name in emptied:

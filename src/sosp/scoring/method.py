@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from sosp.core.records import Structures
 from sosp.errors import ArgumentError, StructureError
+from sosp.graph.records import Structures
 from sosp.scoring.method_options import Options
 from sosp.scoring.passes import Problem, Terms
 

@@ -24,8 +24,8 @@ from sosp.core.borrow import home
 from sosp.core.gates import along, gated
 from sosp.core.losses import LossLike, per_example
 from sosp.core.progress import track
-from sosp.core.records import Structures
 from sosp.errors import DataError, DifferentiationError, SospError
+from sosp.graph.records import Structures
 from sosp.scoring import jets
 
 CPU_CHUNK = 96 * 2**20  # bytes of activations at once: beyond the caches a pass gets slower, not faster

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from sosp.core import distributed
 from sosp.core.batches import Chunk, read, share
-from sosp.core.borrow import borrowed
+from sosp.core.borrow import borrowed, home
 from sosp.core.layers import width_of
 from sosp.core.losses import IGNORED, LossLike
 from sosp.core.losses import check as check_loss
-from sosp.core.records import OBJECTIVES, Saliency, Structures
 from sosp.errors import ArgumentError, DataError, LossError, one_of
+from sosp.graph.records import OBJECTIVES, Saliency, Structures
 from sosp.graph.structures import find_structures
 from sosp.scoring.criteria import ccp, fisher, fpgm, hrank, magnitude, obd, obs, slimming, snip, sosp, taylor, trained
 from sosp.scoring.method import Method, Values, refuse_unsuited
@@ -173,7 +173,8 @@ def score(
     with borrowed(model):  # reading a shuffled loader draws random numbers; they are given back too
         if structures is not None:
             check_structures(model, structures, method)
-        chunks = _chunks(data, examples, generator, chosen) if chosen.data or structures is None else iter(())
+        reads = chosen.data or structures is None
+        chunks = _chunks(data, examples, generator, chosen, home(model)) if reads else iter(())
         labels = Labels(loss)
         chunks = labels.noted(chunks)
         if not chosen.labels:
@@ -202,9 +203,11 @@ def _refuse_zeros(saliency: Saliency) -> None:
         )
 
 
-def _chunks(data: Any, examples: int | None, generator: torch.Generator | None, method: Method) -> Iterator[Chunk]:
+def _chunks(
+    data: Any, examples: int | None, generator: torch.Generator | None, method: Method, device: torch.device
+) -> Iterator[Chunk]:
     """The data, of which there must be some."""
-    chunks = iter(read(data, examples, generator, alone=not method.labels))
+    chunks = iter(read(data, examples, generator, alone=not method.labels, device=device))
     head = next(chunks, None)
     if head is None or head.size == 0:
         raise DataError("the data is empty: there is not one example to score with. Is the loader's dataset empty?")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sosp.core.records import Saliency, Structures
+from sosp.graph.records import Saliency, Structures
 from sosp.selection.greedy import Room, greedy, most_of
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sosp.core.progress import track
-from sosp.core.records import Saliency, Structures
 from sosp.errors import ArgumentError, is_number
+from sosp.graph.records import Saliency, Structures
 
 
 def check_share(name: str, value: object) -> None:

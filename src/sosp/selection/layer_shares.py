@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import floor
 
-from sosp.core.records import Structures
 from sosp.errors import ArgumentError, nearest
+from sosp.graph.records import Structures
 from sosp.selection.greedy import check_share, most_of, widths_of
 
 

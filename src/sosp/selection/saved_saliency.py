@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from sosp.core.files import about, as_path, read, write
-from sosp.core.records import OBJECTIVES, SCOPES, Saliency, Structures
 from sosp.core.schema import fields, many, one_of, parse, text, whole
 from sosp.errors import CheckpointError
 from sosp.graph.mask import Mask
+from sosp.graph.records import OBJECTIVES, SCOPES, Saliency, Structures
 from sosp.selection.greedy import ranks_of
 
 DOCUMENT = fields(

@@ -1,4 +1,4 @@
-"""Choose which structures go: from saliencies and a budget to a Mask."""
+"""Choose which structures to remove: from saliencies and a budget to a Mask, and the plan to remove it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,37 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from sosp.core.records import INPUT, OUTPUT, SCOPES, Saliency, Structures
 from sosp.errors import ArgumentError, DisconnectedError, is_number, one_of
 from sosp.graph.cost import cost_of, whole_cost
-from sosp.graph.layout import Layout, Style
+from sosp.graph.flow import Flow
+from sosp.graph.layout import Style
 from sosp.graph.mask import Mask
+from sosp.graph.plan import Plan, plan_removal
+from sosp.graph.records import INPUT, OUTPUT, SCOPES, Saliency, Structures
 from sosp.selection.caps import in_order, read_by, room_for
 from sosp.selection.greedy import Room, check_share, greedy
 from sosp.selection.layer_shares import Quotas, quotas_of, refuse_above_cap
 from sosp.selection.quadratic_program import choose
 
 SCALES = ("kernel", "macs", "params")
+
+
+@dataclass(frozen=True)
+class SelectionOptions:
+    """The arguments of ``select``."""
+
+    ratio: float | None = None
+    params: float | None = None
+    macs: float | None = None
+    cap: float | None = None
+    scale: str | None = None
+    round_to: int = 1
+    join: str = "scatter"
+    scope: str | None = None
+    ratios: Mapping[str, float] | None = None
 
 
 def select(
@@ -36,37 +52,56 @@ def select(
     scope: str | None = None,
     ratios: Mapping[str, float] | None = None,
 ) -> Mask:
-    """Remove the structures that are least needed.
-
-    How many: ``ratio`` of all structures (half, if nothing is said); or as many as it takes until at most ``params``
-    of the network's parameters, or ``macs`` of its multiply-accumulates, are left in the network that ``shrink``
-    builds (a share, or a whole number above 1), by the exact count.
-
-    ``scope``: ``"global"`` ranks all structures together; ``"layer"`` removes the same share from every layer
-    (the share that meets the budget), one structure of which stays; without it, as the paper of the method does.
-    ``ratios`` gives layers, or patterns of names, shares of their own; the others lose ``ratio``, or nothing.
+    """Return a mask that removes the least important structures.
 
     Greedy: one structure after the other, each time the one that raises the objective least given those already
-    gone (Eq. 5); without pairs this is sorting once. Ties go to the lower index. ``cap`` bounds the share removed
-    from any layer; what a depthwise layer loses counts together with what the layer it reads loses. ``scale`` divides
-    what a structure adds to the objective by its kernel's edge (the paper's SOSP*), its MACs or its parameters, so that
-    what saves more may cost more. ``round_to`` keeps a multiple of that many structures in every layer, by taking back
-    those removed last. Give ``join`` and ``round_to`` as ``shrink`` will be told them: the budget is met by the network
-    that it then builds. A mask that would cut the network in two is refused.
+    removed (Eq. 5). Without pairs this is sorting once. Ties are broken by the lower index.
+
+    Args:
+        saliency: From ``sosp.score``.
+        ratio: Share of all structures to remove; half by default. Give one of ``ratio``, ``params`` and ``macs``.
+        params: Parameters that may be left in the network that ``shrink`` builds, by the exact count: a share up to
+            1, or a whole number above 1.
+        macs: Multiply-accumulates that may be left, likewise.
+        cap: Largest share removed from any layer. What a depthwise layer loses counts together with what the layer it
+            reads loses.
+        scale: Divide what a structure adds to the objective by the edge of its kernel (``"kernel"``, the paper's
+            SOSP*), its ``"macs"`` or its ``"params"``.
+        round_to: Keep a multiple of this many structures in every layer, by taking back those removed last.
+        join: How ``shrink`` will join branches. The budget is met by the network that ``shrink`` builds with the same
+            ``join`` and ``round_to``.
+        scope: ``"global"`` ranks all structures together. ``"layer"`` removes the same share from every layer (the
+            share that meets the budget) and keeps at least one structure of each. By default as the paper of the
+            method does.
+        ratios: Layers, or patterns of names, and the share removed from each. The other layers lose ``ratio``, or
+            nothing.
+
+    Returns:
+        The mask. Nothing that was passed in is changed.
+
+    Raises:
+        ArgumentError: A budget that cannot be met, or arguments that contradict each other.
+        DisconnectedError: The mask would cut the network in two.
     """
-    structures = saliency.structures
-    budget = budget_of(ratio, params, macs, Style(join, round_to))
+    options = SelectionOptions(ratio, params, macs, cap, scale, round_to, join, scope, ratios)
+    return select_and_plan(saliency, options)[0]
+
+
+def select_and_plan(saliency: Saliency, options: SelectionOptions) -> tuple[Mask, Plan | None]:
+    """Return the mask, and the plan to remove it if a budget had to be met by the network that is built."""
+    structures, cap, scale = saliency.structures, options.cap, options.scale
+    budget = budget_of(options)
     if scale is not None:
         one_of("scale", scale, SCALES)
-    scope = _scope(saliency, scope, ratios, budget)
+    scope = _scope(saliency, options.scope, options.ratios, budget)
     if scope == "layer":
-        chosen = _by_layer(saliency, quotas_of(structures, ratios, cap), ratio, budget, cap, scale, round_to)
+        found = _by_layer(saliency, quotas_of(structures, options.ratios, cap), options, budget)
     else:
-        chosen = _together(saliency, ratio, budget, cap, scale, round_to)
-    mask = Mask.from_structures(structures, chosen)
+        found = _together(saliency, options, budget)
+    mask, plan = (found.mask, found) if isinstance(found, Plan) else (Mask.from_structures(structures, found), None)
     # Where every layer keeps something, only a depthwise one can be empty: it has lost some, the one it reads the rest.
     refuse_disconnected(structures, mask, budget, capped=scope == "layer" or (cap is not None and cap < 1))
-    return mask
+    return mask, plan
 
 
 @dataclass(frozen=True)
@@ -95,50 +130,40 @@ def _scope(saliency: Saliency, scope: str | None, ratios: Mapping[str, float] | 
     return "layer"
 
 
-def _together(
-    saliency: Saliency, ratio: float | None, budget: Budget | None, cap: float | None, scale: str | None, round_to: int
-) -> Tensor:
-    """All structures in one ranking."""
-    structures = saliency.structures
-    room = room_for(structures, cap, saliency.scores.device)
-    weights = _weights(structures, scale)
+def _together(saliency: Saliency, options: SelectionOptions, budget: Budget | None) -> Tensor | Plan:
+    """Choose from all structures in one ranking."""
+    structures, ratio, round_to = saliency.structures, options.ratio, options.round_to
+    room = room_for(structures, options.cap, saliency.scores.device)
+    weights = _weights(structures, options.scale)
     if budget is not None:
         order = in_order(saliency, room.total, weights, room)
-        return _within(structures, lambda n: _rounded(structures, order[:n], round_to), len(order), budget)
+        return _meet_budget(structures, lambda n: _rounded(structures, order[:n], round_to), len(order), budget)
     ratio = 0.5 if ratio is None else ratio
     check_share("ratio", ratio)
     count = round(ratio * len(structures))
     order = in_order(saliency, min(count, room.total), weights, room)
     if count > len(order):
         raise ArgumentError(
-            f"ratio={ratio} asks for {count} of {len(structures)} structures, but cap={cap} leaves only "
+            f"ratio={ratio} asks for {count} of {len(structures)} structures, but cap={options.cap} leaves only "
             f"{len(order)} to remove."
         )
     return _rounded(structures, order, round_to)
 
 
-def _by_layer(
-    saliency: Saliency,
-    quotas: Quotas,
-    ratio: float | None,
-    budget: Budget | None,
-    cap: float | None,
-    scale: str | None,
-    round_to: int,
-) -> Tensor:
-    """Every layer loses its share, the least needed of it."""
-    structures = saliency.structures
-    fill = _filler(saliency, cap, scale)
+def _by_layer(saliency: Saliency, quotas: Quotas, options: SelectionOptions, budget: Budget | None) -> Tensor | Plan:
+    """Choose the least important share of every layer."""
+    structures, ratio = saliency.structures, options.ratio
+    fill = _filler(saliency, options.cap, options.scale)
 
     def at(share: float) -> Tensor:
-        return _rounded(structures, fill(quotas.at(share)), round_to)
+        return _rounded(structures, fill(quotas.at(share)), options.round_to)
 
     if budget is not None:
         steps = [0.0, *quotas.steps()]
-        return _within(structures, lambda n: at(steps[n]), len(steps) - 1, budget)
+        return _meet_budget(structures, lambda n: at(steps[n]), len(steps) - 1, budget)
     if ratio is None:
         ratio = 0.0 if quotas.shares else 0.5
-    refuse_above_cap(ratio, cap)
+    refuse_above_cap(ratio, options.cap)
     return at(ratio)
 
 
@@ -167,13 +192,14 @@ def _filler(saliency: Saliency, cap: float | None, scale: str | None) -> Callabl
     return lambda quotas: torch.cat([one(i, k) for i, k in enumerate(quotas)])
 
 
-def budget_of(ratio: float | None, params: float | None, macs: float | None, style: Style) -> Budget | None:
-    """What is asked for; None where it is a ratio of the structures."""
-    given = {"ratio": ratio, "params": params, "macs": macs}
+def budget_of(options: SelectionOptions) -> Budget | None:
+    """Return the budget that is asked for; None where it is a ratio of the structures."""
+    given = {"ratio": options.ratio, "params": options.params, "macs": options.macs}
     named = {name: value for name, value in given.items() if value is not None}
+    style = Style(options.join, options.round_to)
     if len(named) > 1:
         raise ArgumentError(f"give one of ratio, params and macs, not {' and '.join(named)}.")
-    if ratio is not None or not named:
+    if options.ratio is not None or not named:
         return None
     ((name, value),) = named.items()
     if not is_number(value) or not isfinite(value) or not (0 < value <= 1 or value == int(value) > 1):
@@ -183,8 +209,8 @@ def budget_of(ratio: float | None, params: float | None, macs: float | None, sty
     return Budget(name, value, style)
 
 
-def _within(structures: Structures, chosen: Callable[[int], Tensor], most: int, budget: Budget) -> Tensor:
-    """The first of the growing sets ``chosen(0), ..., chosen(most)`` whose removal meets the limit."""
+def _meet_budget(structures: Structures, chosen: Callable[[int], Tensor], most: int, budget: Budget) -> Plan:
+    """Plan to remove the first of the growing sets ``chosen(0), ..., chosen(most)`` that meets the limit."""
     what, limit = budget.what, budget.limit
     if structures.flow is None or structures.kind == "weights":
         raise ArgumentError(f"{what}= needs the channel flow of the network, which these structures do not have.")
@@ -193,30 +219,29 @@ def _within(structures: Structures, chosen: Callable[[int], Tensor], most: int, 
     target = limit * whole * (1 + 1e-12) if limit <= 1 else limit  # 57 / 101 * 101 is 56.999...
     places = {layer.name: layer.norms for layer in structures.layers}
 
-    def cost(count: int, layout: Callable[[dict[str, np.ndarray], Style], Layout]) -> int:
+    def left(flow: Flow, count: int) -> int:
         removed = flow.removed(structures.channels_of(chosen(count)), places)
-        return getattr(cost_of(flow, layout(removed, budget.style)), what)
-
-    def left(count: int) -> int:
-        return cost(count, flow.layout)
+        return getattr(cost_of(flow, flow.layout(removed, budget.style)), what)
 
     low = 0
     while True:
-        if low > most or left(most) > target:
+        if low > most or left(flow, most) > target:
             raise ArgumentError(
-                f"{what}={limit} cannot be met: with everything removed that may go, {left(most):,} of {whole:,} "
-                f"{what} are left. Raise it, lift the cap, round less, or exclude fewer layers."
+                f"{what}={limit} cannot be met: with everything removed that may go, {left(flow, most):,} of "
+                f"{whole:,} {what} are left. Raise it, lift the cap, round less, or exclude fewer layers."
             )
         high = most
         while low < high:
             middle = (low + high) // 2
-            if left(middle) <= target:
+            if left(flow, middle) <= target:
                 high = middle
             else:
                 low = middle + 1
-        # Building it may show that the code fixes a width nobody knew of: the search goes on with that in view.
-        if cost(low, flow.built) <= target:
-            return chosen(low)
+        plan = plan_removal(flow, Mask.from_structures(structures, chosen(low)), budget.style)
+        if getattr(plan.cost, what) <= target:
+            return plan
+        # Trying it out showed that the code fixes a width: the search continues with that in view.
+        flow = flow.with_pins(plan.flow.learned, plan.flow.fixed)
         low += 1
 
 

@@ -15,11 +15,12 @@ from torch import nn
 from sosp.baselines import amc
 from sosp.baselines.eigendamage import Basis, basis, rebuild
 from sosp.core.documents import read_json, write_json
-from sosp.core.records import Saliency
 from sosp.errors import ArgumentError, SospError
-from sosp.graph import Flow
 from sosp.graph.cost import alternative
+from sosp.graph.flow import Flow, follow
 from sosp.graph.mask import Mask, masked
+from sosp.graph.plan import plan_removal
+from sosp.graph.records import Saliency
 from sosp.graph.structures import downsampling, find_structures
 from sosp.scoring.score import METHODS, check_structures
 from sosp.selection.select import select
@@ -30,7 +31,7 @@ from sosp.studies.setting import Bench
 from sosp.studies.starting_networks import begun_with, opened
 from sosp.studies.workload import BATCH, Work, prepared
 from sosp.surgery.checkpoint import load, save
-from sosp.surgery.shrink import shrink_along
+from sosp.surgery.shrink import shrink
 from sosp.training import evaluate, recalibrate
 
 NETWORK, FIGURES = "small.safetensors", "cut.json"
@@ -183,11 +184,13 @@ CHOOSERS: dict[str, Callable[[Cutter, Pruned], Cut]] = {"amc": _searched, "eigen
 # --- measuring ------------------------------------------------------------------------------------------
 
 
-def _shrunk(cutter: Cutter, cell: Pruned, mask: Mask, flow: Flow, seconds: dict[str, float]) -> Cut:
+def _shrunk(cutter: Cutter, cell: Pruned, mask: Mask, flow: Flow | None, seconds: dict[str, float]) -> Cut:
     """The smaller network, compared with the masked one; what it costs and what it can still do."""
     model, bench = cutter.model, cutter.bench
     begun = time.perf_counter()
-    small, exact = shrink_along(model, mask, bench.example(cell.start.data), flow)
+    flow = flow or follow(model, bench.example(cell.start.data))
+    plan = plan_removal(flow, mask)
+    small, exact = shrink(model, plan, bench.example(cell.start.data)), plan.cost
     seconds["shrink"] = time.perf_counter() - begun
     other = alternative(flow, flow.removed(mask.removed, mask.places))
     again = recalibrate(small, bench.data(cell.start.data).train, examples=5000, seed=cell.seed)

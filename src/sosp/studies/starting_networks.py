@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sosp.graph.cost import count
+from sosp.graph.plan import count
 from sosp.nets import by_name
 from sosp.nets.by_name import digest
 from sosp.studies import train_groups, widened_networks

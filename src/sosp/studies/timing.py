@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.core.records import Structures
-from sosp.graph.cost import count
+from sosp.graph.plan import count
+from sosp.graph.records import Structures
 from sosp.graph.structures import downsampling, find_structures
 from sosp.scoring.score import score
 from sosp.selection.select import select

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from sosp.baselines.eigendamage import check_layers
-from sosp.core.records import Saliency, Structures
 from sosp.data import Dataset
+from sosp.graph.records import Saliency, Structures
 from sosp.graph.structures import find_structures
 from sosp.scoring.score import METHODS, check_structures, score
 from sosp.studies.compare.cells import Plan

@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from sosp.errors import StructureError, SurgeryError
-from sosp.graph import Flow, follow
+from sosp.errors import ArgumentError, StructureError, SurgeryError
 from sosp.graph.control_flow import listed
-from sosp.graph.cost import Cost, cost_of
+from sosp.graph.flow import Flow, follow
 from sosp.graph.layout import Style
 from sosp.graph.mask import Mask, check_mask, masked
-from sosp.graph.plan import plan, set_zero
-from sosp.graph.recipe import Recipe, apply
+from sosp.graph.plan import Plan, plan_removal
+from sosp.graph.recipe import Recipe, apply, set_rows_to_zero
 from sosp.surgery.checkpoint.recipe_shapes import shapes
 from sosp.surgery.verify import REPORT, ROWS, check_same
 
@@ -22,36 +21,53 @@ MOST = 64  # rows that are compared where the code looks at values
 
 
 def shrink(
-    model: nn.Module, mask: Mask, example: Any, *, verify: bool = True, join: str = "scatter", round_to: int = 1
+    model: nn.Module, mask: Mask | Plan, example: Any, *, verify: bool = True, join: str = "scatter", round_to: int = 1
 ) -> nn.Module:
-    """A smaller copy of ``model`` that computes what ``sosp.masked(model, mask)`` computes, in eval and train mode.
+    """Return a smaller copy of ``model`` that computes what ``sosp.masked(model, mask)`` computes.
 
-    Class, code and names stay the same; filters, neurons and the inputs they fed are physically gone. A layer that
-    lost all of them is replaced by zeros without parameters. ``verify`` compares the two networks on the example.
+    Class, code and names stay the same. Filters, neurons and the inputs they fed are physically removed. A layer that
+    lost all of them is replaced by zeros without parameters. The two networks agree in eval and in train mode.
 
-    Where a layer keeps fewer channels than the stream it feeds, ``join="scatter"`` puts them in place;
-    ``join="zeros"`` lets it compute the missing ones with weights of zero instead: more to compute but one op less,
-    for inference where ops are what takes time (training would bring those weights back). ``round_to=8`` rounds the
-    widths of the streams up, as fast kernels like them; round those of the layers in ``select``.
+    Args:
+        model: The network; it is not changed.
+        mask: The channels to remove, or a plan to remove them, which says how branches are joined and rounded.
+        example: Inputs as ``model(...)`` takes them.
+        verify: Compare the two networks on the example.
+        join: Where a layer keeps fewer channels than the stream it feeds, ``"scatter"`` puts them in place.
+            ``"zeros"`` lets the layer compute the missing ones with weights of zero: more to compute but one op less,
+            for inference where the number of ops decides (training would bring those weights back).
+        round_to: Round the widths of the streams up to a multiple, as fast kernels need. Round the widths of the
+            layers in ``select``.
+
+    Returns:
+        The smaller network. It remembers how it was made, so that ``sosp.save`` can write it.
+
+    Raises:
+        StructureError: The mask is of another network, or the network cannot be followed.
+        SurgeryError: The two networks differ.
     """
+    plan = _as_plan(model, mask, example, join, round_to)
+    small = apply_recipe_to_copy(model, plan.recipe)
+    set_rows_to_zero(small, plan.zeroed)
+    if verify:
+        _check(small, masked(model, plan.mask), example, plan.flow, [*plan.mask.removed])
+    return small
+
+
+def _as_plan(model: nn.Module, mask: Mask | Plan, example: Any, join: str, round_to: int) -> Plan:
+    """Return the plan itself, if it was made for such a network, or the plan to remove the channels of the mask."""
+    if isinstance(mask, Plan):
+        if (join, round_to) != ("scatter", 1):
+            raise ArgumentError("the plan says how branches are joined and rounded: leave out join= and round_to=.")
+        check_mask(model, mask.mask)
+        if mask.flow.parameters != {name: tuple(p.shape) for name, p in model.named_parameters()}:
+            raise StructureError("the plan was made for a network with other parameters. Make a plan for this network.")
+        return mask
     check_mask(model, mask)
     if mask.kind == "weights":
         raise StructureError("single weights cannot be cut out of a layer: use sosp.masked, or kind='filters'.")
     style = Style(join, round_to)
-    return shrink_along(model, mask, example, follow(model, example), style, verify=verify)[0]
-
-
-def shrink_along(
-    model: nn.Module, mask: Mask, example: Any, flow: Flow, style: Style | None = None, *, verify: bool = True
-) -> tuple[nn.Module, Cost]:
-    """``shrink`` with the channel flow at hand, which may learn of more pins; and what the result costs."""
-    removed = flow.removed(mask.removed, mask.places)
-    layout, recipe = plan(model, flow, removed, example, style)
-    small = cooked(model, recipe)
-    set_zero(small, flow.graph, layout, removed)
-    if verify:
-        _check(small, masked(model, mask), example, flow, [*mask.removed])
-    return small, cost_of(flow, layout)
+    return plan_removal(follow(model, example), mask, style)
 
 
 def _check(small: nn.Module, whole: nn.Module, example: Any, flow: Flow, layers: list[str]) -> None:
@@ -75,8 +91,8 @@ def _advice(flow: Flow, layers: list[str]) -> str:
     )
 
 
-def cooked(model: nn.Module, recipe: Recipe) -> nn.Module:
-    """A copy with the recipe applied, which remembers it and the shapes from before, for saving."""
+def apply_recipe_to_copy(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """Return a copy with the recipe applied. It remembers the recipe and the shapes from before, for saving."""
     small = copy.deepcopy(model)
     apply(small, recipe)
     small.sosp_recipes = (*getattr(model, "sosp_recipes", ()), recipe)  # type: ignore[assignment]

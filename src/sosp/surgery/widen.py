@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from sosp.errors import ArgumentError, StructureError, SurgeryError, is_number, one_of
-from sosp.graph import Flow, trace
 from sosp.graph.channels import Dense, Ids
+from sosp.graph.dry_run import try_out
+from sosp.graph.flow import Flow, trace
 from sosp.graph.layout import Layout, whole
-from sosp.graph.meta import few
-from sosp.graph.plan import try_out, write
-from sosp.graph.recipe import Recipe
+from sosp.graph.recipe import Recipe, write_recipe
 from sosp.graph.structures import excluded_names
-from sosp.surgery.shrink import cooked
+from sosp.surgery.shrink import apply_recipe_to_copy
 from sosp.surgery.verify import check_same
 
 INITS = ("random", "copy")
@@ -43,9 +42,9 @@ def widen(model: nn.Module, factors: Mapping[str, float], example: Any, *, init:
 
 def widen_along(model: nn.Module, flow: Flow, layout: Layout, example: Any, init: str) -> nn.Module:
     """``widen`` with the channel flow at hand, and how often every value occurs."""
-    recipe = write(model, flow.graph, layout, {})
-    _refuse_trouble(model, flow, layout, recipe, example)
-    wide = cooked(model, recipe)
+    recipe = write_recipe(model, flow.graph, layout, {})
+    _refuse_trouble(flow, layout, recipe)
+    wide = apply_recipe_to_copy(model, recipe)
     if init == "copy":
         _share_out(wide, flow, layout.counts)
         check_same(wide, model, example, flow.modes)
@@ -143,8 +142,8 @@ def _copies(width: int, factor: float, groups: int) -> np.ndarray:
     return np.tile(one, groups)
 
 
-def _refuse_trouble(model: nn.Module, flow: Flow, layout: Layout, recipe: Recipe, example: Any) -> None:
-    for mode, run in try_out(model, flow, layout, recipe, few(example)):
+def _refuse_trouble(flow: Flow, layout: Layout, recipe: Recipe) -> None:
+    for mode, run in try_out(flow, layout, recipe):
         for record in run.failed:
             raise SurgeryError(
                 f"the wider network does not run in {mode} mode: {record.name} at {record.where} needs the widths it "

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core import distributed
-from sosp.core.batches import first_rows
+from sosp.core.batches import first_rows, is_source
 from sosp.core.borrow import home, same_random_numbers, same_state
 from sosp.core.progress import track
 from sosp.data import Resident
 from sosp.errors import DataError, whole_number
-from sosp.training.objective import classes_of, correct, loss_sum, refuse_labels
+from sosp.training.objective import align_labels, classes_of, correct, loss_sum, own_loss, refuse_labels
 from sosp.training.out_of_memory import outputs_of
 from sosp.training.schedule import Schedule
-from sosp.training.user_data import as_source, is_source, moved, read, seen_span, whole_span
+from sosp.training.user_data import as_source, moved, read, seen_span, whole_span
 
 BATCH = 256
 SMALL = {"cpu": 100, "cuda": 1000}  # of images that rest in memory: what the caches hold, what fills a GPU
@@ -101,9 +101,11 @@ def _evaluate(
         x, y = moved(x, device), moved(y, device)
         outputs = outputs_of(model, x, len(y))
         refuse_labels(found, classes_of(outputs, y))
+        own = own_loss(x, outputs)
+        y = align_labels(outputs, y, own)
         sums[0] += correct(outputs, y)
         sums[1] += correct(outputs, y, 5)
-        sums[2] += loss_sum(outputs, y, Schedule())
+        sums[2] += loss_sum(outputs, y, Schedule(), own=own)
         sums[3] += len(y)
     distributed.sum_(sums)
     first, five, loss, examples = sums.tolist()

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
 from sosp.core import distributed
+from sosp.core.batches import is_source
 from sosp.data.source import generator
 from sosp.errors import DataError
 from sosp.training.randomness import apart
-from sosp.training.user_data import is_source, moved, read, rows_of, seen_span, whole_span
+from sosp.training.user_data import moved, read, rows_of, seen_span, whole_span
 
 
 class Batch(NamedTuple):

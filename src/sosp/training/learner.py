@@ -13,7 +13,7 @@ from sosp.core.batches import call
 from sosp.surgery.pad_widths import Room
 from sosp.training.callback import Companion
 from sosp.training.feed import Batch
-from sosp.training.objective import classes_of, correct, loss_sum, refuse_labels
+from sosp.training.objective import align_labels, classes_of, correct, loss_sum, own_loss, refuse_labels
 from sosp.training.schedule import Schedule
 from sosp.training.speed import Speed
 from sosp.training.sync_norms import over_all_ranks
@@ -78,7 +78,9 @@ class Learner:
             outputs = call(self.run, batch.inputs)
             self.classes = classes_of(outputs, batch.labels)
             self.refuse(batch)
-            loss = loss_sum(outputs, batch.labels, self.schedule, self._taught(batch.inputs))
+            own = own_loss(batch.inputs, outputs)
+            labels = align_labels(outputs, batch.labels, own)
+            loss = loss_sum(outputs, labels, self.schedule, self._taught(batch.inputs), own)
             more = self._more(batch, outputs)
         self._total(loss / (batch.rows * batch.copies), more).backward()
         if distributed.ranks() > 1:
@@ -88,7 +90,7 @@ class Learner:
         if self.companion is not None:
             with torch.no_grad():
                 self.companion.after(self.model, self.optimiser.param_groups[0]["lr"])
-        self._note(loss.detach(), correct(outputs, batch.labels), batch)
+        self._note(loss.detach(), correct(outputs, labels), batch)
 
     def _keep_room_empty(self) -> None:
         """What was added to the network is not trained."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sosp.core.losses import IGNORED, classes_second, logits_of
+from sosp.core.losses import IGNORED, classes_second, logits_of, returned_loss
 from sosp.errors import ArgumentError, DataError
 from sosp.training.schedule import Schedule
 from sosp.training.speed import wide
@@ -16,10 +17,33 @@ from sosp.training.speed import wide
 AUXILIARY = 0.3  # weight of the heads that only training has (GoogLeNet, Szegedy et al. 2015; Inception)
 
 
-def loss_sum(outputs: Any, targets: Tensor, schedule: Schedule, taught: Any = None) -> Tensor:
-    """The sum over the examples; the mean over the positions of one, where it has several."""
+def own_loss(inputs: Any, outputs: Any) -> Tensor | None:
+    """Return the mean loss of a model that was given the labels in a dict batch, as Hugging Face's models return it."""
+    return returned_loss(outputs) if isinstance(inputs, Mapping) and "labels" in inputs else None
+
+
+def align_labels(outputs: Any, targets: Tensor, own: Tensor | None) -> Tensor:
+    """Return the labels at the positions that predict them: a language model predicts the next token.
+
+    The model's own loss tells which it is. It is nearer to the cross-entropy with the labels that it means.
+    """
+    if own is None or targets.dim() != 2 or logits_of(outputs).dim() != 3:
+        return targets
+    following = torch.cat([targets[:, 1:], torch.full_like(targets[:, :1], IGNORED)], 1)
+    logits = classes_second(wide(logits_of(outputs).detach()), targets)
+    here, there = (F.cross_entropy(logits, y, ignore_index=IGNORED) for y in (targets, following))
+    return torch.where((there - own).abs() < (here - own).abs(), following, targets)
+
+
+def loss_sum(
+    outputs: Any, targets: Tensor, schedule: Schedule, taught: Any = None, own: Tensor | None = None
+) -> Tensor:
+    """The sum over the examples; the mean over the positions of one, where it has several.
+
+    ``own``: the model's own mean loss, in place of the cross-entropy with the labels.
+    """
     logits = logits_of(outputs)
-    loss = _labels(logits, targets, schedule)
+    loss = _labels(logits, targets, schedule) if own is None else own * len(targets)
     for head in _auxiliary(outputs, logits):
         loss = loss + AUXILIARY * _labels(head, targets, schedule)
     if taught is None:

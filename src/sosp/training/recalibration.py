@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core import distributed
+from sosp.core.batches import is_pair, is_source
 from sosp.core.borrow import home, same_random_numbers
 from sosp.data.source import generator
 from sosp.errors import DataError, whole_number
@@ -17,7 +18,7 @@ from sosp.training.feed import Batch, dealt, in_order
 from sosp.training.out_of_memory import outputs_of
 from sosp.training.randomness import apart
 from sosp.training.sync_norms import not_lonely, over_all_ranks
-from sosp.training.user_data import Pair, as_source, count, halves, is_pair, is_source, moved
+from sosp.training.user_data import Pair, as_source, count, halves, moved
 
 Norm = nn.modules.batchnorm._BatchNorm
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sosp.core.batches import is_source
 from sosp.core.borrow import home, refuse_uninitialised
 from sosp.errors import ArgumentError, whole_number
 from sosp.surgery.pad_widths import Room, with_room
@@ -18,7 +19,7 @@ from sosp.training.loop import Job, OnEpoch, OnStep, Saving, Told
 from sosp.training.randomness import chance
 from sosp.training.schedule import Schedule, schedule_of
 from sosp.training.speed import Speed, fastest_kernels
-from sosp.training.user_data import both, is_source, moved
+from sosp.training.user_data import both, moved
 
 LOOK = 4  # examples that a network is followed with
 

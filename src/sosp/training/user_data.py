@@ -1,4 +1,4 @@
-"""What the user calls data, as a source of ``sosp.data`` or a loader; what a batch of it holds."""
+"""The user's data as labelled batches, to train and to test with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from sosp.core.batches import leading
+from sosp.core.batches import is_pair, is_source, leading
 from sosp.core.losses import IGNORED
 from sosp.data import Dataset
 from sosp.data.source import Batching, as_slice, chosen, generator, limited
@@ -33,10 +33,15 @@ def rows_of(x: Any, pick: Any, total: int) -> Any:
 
 
 def halves(batch: Any) -> tuple[Any, Any]:
-    """The inputs and the labels of a user's batch, whatever the labels are."""
+    """Return the inputs and the labels of a batch, whatever the labels are. A dict's inputs hold the labels as well."""
+    if isinstance(batch, Mapping):
+        return dict(batch), batch.get("labels")
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
-        raise DataError(f"a batch is a {type(batch).__name__}{size}; each must be (inputs, labels).")
+        raise DataError(
+            f"a batch is a {type(batch).__name__}{size}; each must be (inputs, labels), or a dict of the "
+            "model's keyword arguments with 'labels'."
+        )
     inputs, labels = batch
     return dict(inputs) if isinstance(inputs, Mapping) else inputs, labels
 
@@ -80,19 +85,11 @@ def seen_span(labels: Tensor) -> tuple[int, int]:
     return span(labels) if labels.device.type == "cpu" else (0, 0)
 
 
-def is_source(data: Any) -> bool:
-    return callable(getattr(data, "epoch", None)) and callable(getattr(data, "ordered", None))
-
-
-def is_pair(data: Any) -> bool:
-    return isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[1], Tensor)
-
-
 def as_source(data: Any, part: str) -> Any:
     """``part`` ("train" or "test") of a dataset; a pair of tensors as a source; all else as it is."""
     if isinstance(data, Dataset):
         return getattr(data, part)
-    return Pair(*data) if is_pair(data) else data
+    return Pair(*halves(data)) if is_pair(data) or isinstance(data, Mapping) else data
 
 
 def both(data: Any) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ from sosp.app.cli.targets import mask_in, sections_for
 from sosp.app.config import Model, as_flag, build
 from sosp.app.run import prepare
 from sosp.errors import whole_number
-from sosp.graph.cost import CONVENTIONS
+from sosp.graph.plan import CONVENTIONS
 from sosp.nets import by_name
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from sosp.app.config import Config, Data, Pruning
 from sosp.app.run.expand import growth_for
 from sosp.app.run.job import Job, prepare, structures_for
-from sosp.core.records import Saliency, Structures
 from sosp.errors import ArgumentError, RunError
+from sosp.graph.records import Saliency, Structures
 from sosp.nets.by_name import parse
 from sosp.scoring.score import check_structures, score
 from sosp.selection.saved_saliency import SavedSaliency

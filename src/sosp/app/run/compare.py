@@ -12,7 +12,7 @@ from sosp.app.run.folder import Run
 from sosp.app.run.job import Job
 from sosp.core.documents import write_text
 from sosp.errors import ArgumentError, StructureError
-from sosp.graph.cost import count
+from sosp.graph.plan import count
 from sosp.graph.structures import downsampling, find_structures
 from sosp.scoring.score import METHODS
 from sosp.studies.compare import Plan, Summary, compare, summaries

@@ -15,7 +15,7 @@ from sosp.app.run.expand import plan_for
 from sosp.app.run.job import Job, structures_for
 from sosp.core.batches import call
 from sosp.core.losses import logits_of
-from sosp.graph.cost import count
+from sosp.graph.plan import count
 
 PASSES = 3  # a training step costs a forward pass and, in weights and activations, two more
 

@@ -16,12 +16,12 @@ from sosp.app.run.folder import is_run, network_of
 from sosp.baselines.slimming import scales_of
 from sosp.core.batches import call
 from sosp.core.losses import logits_of
-from sosp.core.records import Saliency, Structures
 from sosp.core.user_errors import users_code
 from sosp.data import Dataset
 from sosp.data import load as load_data
 from sosp.errors import ArgumentError, CheckpointError, DataError, DisconnectedError
 from sosp.graph.mask import Mask
+from sosp.graph.records import Saliency, Structures
 from sosp.graph.structures import downsampling, excluded_names, find_structures
 from sosp.nets import by_name
 from sosp.scoring.score import METHODS, check_structures

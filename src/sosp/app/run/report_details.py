@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from sosp.app.config import Pruning
 from sosp.app.run.expand import growth_for
 from sosp.app.run.job import Job
-from sosp.core.records import INPUT, Saliency, Structures
 from sosp.data import Source
 from sosp.errors import ArgumentError
 from sosp.graph.layout import Style
 from sosp.graph.mask import Mask, masked
+from sosp.graph.plan import plan_removal
+from sosp.graph.records import INPUT, Saliency, Structures
 from sosp.nets.by_name import parse
 from sosp.pipeline import Pruned
 from sosp.selection.greedy import ranks_of
@@ -56,8 +57,7 @@ def widths(found: Pruned, style: Style) -> list[dict[str, Any]]:
     structures, flow = found.saliency.structures, found.saliency.structures.flow
     if flow is None:
         return []
-    removed = flow.removed(found.mask.removed, {layer.name: layer.norms for layer in structures.layers})
-    layout = flow.layout(removed, style)
+    layout = (found.plan or plan_removal(flow, found.mask, style)).layout
     number = streams(structures.wiring)
 
     def record(d: Any) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from sosp.app.run.report_details import details, narrow_places
 from sosp.baselines import Slimming
 from sosp.core import distributed
 from sosp.core.documents import write_json
-from sosp.core.records import Saliency
 from sosp.data import Source
-from sosp.graph.cost import Cost, count
+from sosp.graph.cost import Cost
 from sosp.graph.latency import latency
-from sosp.graph.layout import Style
 from sosp.graph.mask import Mask
+from sosp.graph.plan import count
+from sosp.graph.records import Saliency
 from sosp.pipeline import Pruned, cut, repaired_cut
 from sosp.refit import Repaired
 from sosp.scoring.score import score
@@ -116,7 +116,7 @@ def run_pruning(stage: str, job: Job, stand: Stand, run: Run, watch: Watcher) ->
 
 def pruned(job: Job, model: nn.Module, section: Pruning) -> tuple[Pruned, float]:
     """The smaller network, by what the section says, and the seconds that scoring took."""
-    examples, style = scored_with(job, section), Style(section.join, section.round_to)
+    examples = scored_with(job, section)
     times: list[float] = []
 
     def scored(network: nn.Module) -> Saliency:
@@ -136,9 +136,9 @@ def pruned(job: Job, model: nn.Module, section: Pruning) -> tuple[Pruned, float]
         return saliency
 
     if section.repair:
-        found = repaired_cut(model, job.dataset.train, job.example, section.choice, scored, section.rounds, style)
+        found = repaired_cut(model, job.dataset.train, job.example, section.choice, scored, section.rounds)
     else:
-        found = cut(model, scored(model), job.example, section.choice, style)
+        found = cut(model, scored(model), job.example, section.choice)
     return found, sum(times)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sosp.core.records import Structures
+from sosp.graph.records import Structures
 from sosp.scoring.example_gradients import gradient_products
 from sosp.scoring.gauss_newton import gauss_newton
 from sosp.scoring.method_options import Options

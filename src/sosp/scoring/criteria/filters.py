@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core.layers import layer_type
-from sosp.core.records import Structures
+from sosp.graph.records import Structures
 from sosp.scoring.passes import wide
 
 

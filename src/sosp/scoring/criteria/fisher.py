@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sosp.core.batches import check_device
 from sosp.core.borrow import home
-from sosp.core.records import Structures
 from sosp.graph.cost import cost_of, whole_cost
+from sosp.graph.records import Structures
 from sosp.scoring.criteria.filters import summed
 from sosp.scoring.example_gradients import areas, squared_gradients
 from sosp.scoring.method import Values
@@ -65,7 +65,9 @@ def saved_macs(structures: Structures) -> Tensor:
 
     Structures that are made and read by the same layers save the same: one count for all of them.
     """
-    flow, whole = structures.flow, whole_cost(structures.flow).macs
+    flow = structures.flow
+    assert flow is not None  # structures are coupled, which needs it
+    whole = whole_cost(flow).macs
     norms = {layer.name: layer.norms for layer in structures.layers}
     places = _places(flow)
     keys: list[list[Place]] = [[] for _ in range(len(structures))]

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sosp.core.records import Structures
 from sosp.errors import DataError, StructureError
+from sosp.graph.records import Structures
 from sosp.scoring.gauss_newton import examples_apart
 from sosp.scoring.kronecker import Measure, layer_means, outer, patches, refuse_others, rows
 from sosp.scoring.method import Values

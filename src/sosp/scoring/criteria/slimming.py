@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sosp.core.records import Layer
+from sosp.graph.records import Layer
 from sosp.scoring.criteria.filters import summed
 from sosp.scoring.method_options import Options
 from sosp.scoring.passes import Problem, wide

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from sosp.core.records import Structures
 from sosp.errors import ArgumentError, StructureError, nearest
 from sosp.graph import Flow
+from sosp.graph.records import Structures
 from sosp.surgery.widen import is_depthwise, ties
 
 Key = tuple[int, ...]  # of a stream: the classes of its channels

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean, median
 
-from sosp.core.records import Saliency, Structures
 from sosp.errors import ArgumentError, SospError, is_number
-from sosp.graph import Flow
 from sosp.graph.cost import Cost, cost_of, whole_cost
+from sosp.graph.flow import Flow, learn_pins
+from sosp.graph.records import Saliency, Structures
 from sosp.studies.bottlenecks.blocks import Block, Named, blocks_of
 from sosp.studies.bottlenecks.chance import holm, merged, tails
 from sosp.studies.bottlenecks.record import FITTING, NARROW, WIDE, Bottlenecks, Part, Size
@@ -133,4 +133,5 @@ def _costed(found: Bottlenecks, flow: Flow | None, cost: CostOf | None) -> Bottl
 
 def by_flow(flow: Flow) -> CostOf:
     """Count along the channel flow, exactly; widths that the code fixes are refused by name."""
-    return lambda factors: cost_of(flow, widened(flow, factors, frozenset(factors)))
+    known = learn_pins(flow)
+    return lambda factors: cost_of(known, widened(known, factors, frozenset(factors)))

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sosp.core.records import Saliency, Structures
 from sosp.errors import ArgumentError, is_number
 from sosp.graph.mask import Mask
+from sosp.graph.records import Saliency, Structures
 from sosp.selection.greedy import ranks_of
 from sosp.selection.saved_saliency import SavedSaliency, removed_by
 

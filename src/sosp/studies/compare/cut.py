@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 from sosp.baselines.eigendamage import eigendamage
-from sosp.core.records import Saliency
-from sosp.graph.cost import Cost, alternative, count
+from sosp.graph.cost import Cost, alternative
 from sosp.graph.layout import Style
 from sosp.graph.mask import Mask
+from sosp.graph.plan import Plan, count, plan_removal
+from sosp.graph.records import Saliency
 from sosp.scoring.score import METHODS
 from sosp.selection.select import select
 from sosp.studies.workload import Work
-from sosp.surgery.shrink import shrink_along
+from sosp.surgery.shrink import shrink
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,15 +60,18 @@ class Masks:
             self.found = self.work.saliency(self.method, self.seed)
         saliency, seconds = self.found
         mask, flow = select(saliency, ratio=ratio), self.work.structures(self.method).flow
+        assert flow is not None
         other = alternative(flow, flow.removed(mask.removed, mask.places))
-        small, exact = shrink_along(self.work.model, mask, self.work.example, flow, verify=False)
-        return Cut(small, self._quick(mask, small), mask, mask.structures, mask.chosen, exact, other, seconds)
+        plan = plan_removal(flow, mask)
+        small = shrink(self.work.model, plan, self.work.example, verify=False)
+        return Cut(small, self._quick(plan, small), mask, mask.structures, mask.chosen, plan.cost, other, seconds)
 
-    def _quick(self, mask: Mask, small: nn.Module) -> nn.Module:
+    def _quick(self, plan: Plan, small: nn.Module) -> nn.Module:
         """Channels last, and on a CPU without scatters (0.8 of the time)."""
-        work, flow = self.work, self.work.structures(self.method).flow
+        work = self.work
         if work.device.type == "cpu":
-            small, _ = shrink_along(work.model, mask, work.example, flow, Style("zeros"), verify=False)
+            without = plan_removal(plan.flow, plan.mask, Style("zeros"))
+            small = shrink(work.model, without, work.example, verify=False)
         return small.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 

@@ -12,11 +12,12 @@ from torch import nn
 
 from sosp.core import distributed
 from sosp.core.borrow import home
-from sosp.core.records import Saliency
 from sosp.data import Dataset
 from sosp.errors import ArgumentError, DisconnectedError
-from sosp.graph.cost import Cost, count
+from sosp.graph.cost import Cost
 from sosp.graph.mask import Mask
+from sosp.graph.plan import count
+from sosp.graph.records import Saliency
 from sosp.pipeline import cut
 from sosp.selection.select import select
 from sosp.studies.bottlenecks import Bottlenecks, bottlenecks

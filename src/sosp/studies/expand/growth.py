@@ -12,8 +12,9 @@ from torch import nn
 from sosp.core.layers import layer_type, width_of
 from sosp.errors import ArgumentError, is_number
 from sosp.graph import trace
-from sosp.graph.cost import Cost, cost_of, count
+from sosp.graph.cost import Cost, cost_of
 from sosp.graph.layout import Layout
+from sosp.graph.plan import count
 from sosp.graph.wiring import trace as wiring
 from sosp.nets import Width
 from sosp.surgery.widen import widen_along, widened

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sosp.core.records import Layer
 from sosp.core.schema import Check, fields, flag, many, maybe, named, number, one_of, parse, refuse, text, whole
 from sosp.errors import CheckpointError
 from sosp.graph.mask import Mask
 from sosp.graph.recipe import Placing, Recipe
+from sosp.graph.records import Layer
 from sosp.surgery.checkpoint.record import DTYPES, INDEX, LAYOUTS, Saved, Shape, Stored
 
 AXES = {str(axis): axis for axis in range(8)}  # JSON has strings for keys

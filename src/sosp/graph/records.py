@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sosp.errors import one_of
+from sosp.graph.flow import Flow
 
 INPUT, OUTPUT = "<input>", "<output>"  # the two ends of the wiring
 OBJECTIVES = ("individual", "structure", "order", "joint", "signed")
@@ -40,7 +40,7 @@ class Structures:
     ids: tuple[Tensor, ...]  # per layer (channels,): the structure of each channel, -1 for none
     wiring: Mapping[str, tuple[str, ...]]  # layer -> nearest layers upstream, with INPUT and OUTPUT at the ends
     footprint: int = 0  # bytes of activations per example, for choosing how many run at once
-    flow: Any = None  # how the channels flow (sosp.graph.Flow), for exact counts; None where that is not known
+    flow: Flow | None = None  # how the channels flow, for exact counts; None where that is not known
     count: int = field(init=False)
     plain: bool = field(init=False)  # one structure per channel, numbered in order
 
