@@ -110,7 +110,7 @@ def test_every_command_is_in_the_reference() -> None:
 
 
 def test_every_method_has_a_section() -> None:
-    text = (ROOT / "docs/methods.md").read_text()
+    text = (ROOT / "docs/reference/methods.md").read_text()
     headings = {name for line in re.findall(r"^## (.+)$", text, re.MULTILINE) for name in line.split(", ")}
     assert [name for name in sosp.METHODS if name not in headings] == []
 
@@ -136,11 +136,11 @@ def test_figures_in_the_readme_stand_on_the_pages_they_name() -> None:
 
 
 def test_tables_of_the_repair_are_those_of_its_record() -> None:
-    command = [sys.executable, "benchmarks/repair.py", "--show", "--out", "benchmarks/results/repair-cuda.jsonl"]
+    command = [sys.executable, "benchmarks/refit/repair.py", "--show", "--out", "benchmarks/results/repair-cuda.jsonl"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True).stdout
     tables = found.strip().split("\n\n")
     assert len(tables) == 3
-    assert [table for table in tables if table not in (ROOT / "docs/repair.md").read_text()] == []
+    assert [table for table in tables if table not in (ROOT / "docs/how/repair.md").read_text()] == []
 
 
 def test_the_site_builds(tmp_path: Path) -> None:

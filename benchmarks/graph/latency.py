@@ -1,6 +1,6 @@
 """How much faster a shrunk ResNet-50 runs: coupled and independent masks at equal MACs, rounded widths or not.
 
-python benchmarks/latency.py [--device cuda] [--batch 8 1] [--ratio 0.3 0.5] [--compile] [--out results/latency.md]
+python benchmarks/graph/latency.py [--device cuda] [--batch 8 1] [--ratio 0.3 0.5] [--compile] [--out latency.md]
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from nets import ResNet50
 from torch import nn
 
 import sosp
@@ -34,7 +33,7 @@ def main() -> None:
     device = torch.device(options.device)
     if device.type == "cpu" and options.threads:
         torch.set_num_threads(options.threads)
-    model = ResNet50().eval()
+    model = sosp.nets.make("resnet50").eval()
     variants = make(model, options.ratio, options.size)
     lines = [f"ResNet-50, {options.size} px, {hardware(device)}, torch {torch.__version__}", ""]
     lines += ["| network | parameters | MACs | scatters | " + " | ".join(columns(options)) + " |"]

@@ -1,8 +1,8 @@
-"""Make every network of the zoo smaller, and check that what is left computes what the masked network computes.
+"""Shrink every network of ``networks.py`` and check that it computes what the masked network computes.
 
-    PYTHONPATH=src python benchmarks/coverage.py                     # everything that is not in the results yet
-    PYTHONPATH=src python benchmarks/coverage.py 'timm/*' --again    # these once more
-    PYTHONPATH=src python benchmarks/coverage.py none --table        # only write the table
+    PYTHONPATH=src python benchmarks/surgery/coverage.py                   # everything that is not in the results yet
+    PYTHONPATH=src python benchmarks/surgery/coverage.py 'timm/*' --again  # these once more
+    PYTHONPATH=src python benchmarks/surgery/coverage.py none --table      # only write the table
 
 What is measured and how to read it: benchmarks/README.md.
 """
@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import page
-from zoo import names
+from networks import names
+from page import page
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "coverage.jsonl"
-TABLE = HERE.parent / "docs" / "coverage.md"
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE.parent / "results" / "coverage.jsonl"
+TABLE = HERE.parents[1] / "docs" / "measurements" / "coverage.md"
 BUILD = 600  # seconds a network may take to be built, which is not counted
 
 Record = dict[str, Any]
@@ -36,7 +36,7 @@ Record = dict[str, Any]
 def measure(name: str, tool: str, limit: float) -> Record:
     """One network and one tool in a process of their own; a step that takes too long is named."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        command = [sys.executable, str(HERE / "cuts.py"), name, tool]
+        command = [sys.executable, str(HERE / "one_network.py"), name, tool]
         child = subprocess.Popen(command, stdout=out, stderr=err, text=True)
         done = wait(child, out, limit)
         record = said(out)
@@ -82,7 +82,7 @@ def load(path: Path) -> dict[str, Record]:
 
 
 def save(path: Path, records: dict[str, Record]) -> None:
-    """A line per network, in the order of the zoo."""
+    """A line per network, in the order of ``networks.py``."""
     order = {name: k for k, name in enumerate(names())}
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(records[n]) + "\n" for n in sorted(records, key=lambda n: order.get(n, len(order))))
@@ -139,7 +139,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--again", action="store_true", help="also those that are in the results already")
     p.add_argument("--without-torch-pruning", action="store_true")
     p.add_argument("--results", type=Path, default=RESULTS, help="JSON lines; default: benchmarks/results")
-    p.add_argument("--table", action="store_true", help=f"write the table to docs/{TABLE.name}")
+    p.add_argument("--table", action="store_true", help=f"write the table to docs/measurements/{TABLE.name}")
     p.add_argument("--list", action="store_true", help="only name the networks")
     return p.parse_args(argv)
 

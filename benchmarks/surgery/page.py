@@ -146,4 +146,4 @@ core. **Layers left whole** are those the mask takes channels from and that are 
 Torch-Pruning cuts 30 % of the channels by magnitude across all layers but the last; **runs** says that a forward pass
 of the result does, not what it computes.
 
-Made with `benchmarks/coverage.py --table`; how: `benchmarks/README.md`."""
+Made with `benchmarks/surgery/coverage.py --table`; how: `benchmarks/README.md`."""

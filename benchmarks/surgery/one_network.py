@@ -1,4 +1,4 @@
-"""Cut one network with one tool and say what came of it, a JSON line per step: ``cuts.py NAME sosp|torch-pruning``.
+"""Cut one network with one tool and print a JSON line per step: ``one_network.py NAME sosp|torch-pruning``.
 
 A process of its own, so that a run out of time or memory is that network's alone, and what was known by then is said.
 """
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from networks import SEED, Network, build
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from zoo import SEED, Network, build
 
 SHARE = 0.3  # of the filters
 QKV = (("qkv",), ("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin"))

@@ -1,7 +1,7 @@
 """A page from a run of `sosp compare`: accuracy by method and ratio, without training, and what scoring takes.
 
 sosp compare sosp:resnet56 --weights resnet56.safetensors --data cifar10 --data-dir datasets --seeds 3 --out RUN
-python benchmarks/comparison.py RUN [--out docs/comparison.md]
+python benchmarks/studies/comparison.py RUN [--out docs/measurements/comparison.md]
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sosp compare sosp:{model} --weights {model}.safetensors --data {data} \\
 READ = """Scoring data is training data, which the network knows: few examples have a gradient left, and methods that
 look at gradients vary with the draw. Every method removes the same number of structures, not of parameters: see the
 last table. `group-fisher` removes whole channels of a stream, all others choose in every layer. What the methods are:
-[methods](methods.md)."""
+[methods](../reference/methods.md)."""
 ABOUT = {
     "recalibrated": "## With batch norm statistics taken anew",
     "repaired": "## Repaired",

@@ -20,8 +20,6 @@ from measure import Entry, say
 
 import sosp
 
-HERE = Path(__file__).parent
-
 
 @dataclass(frozen=True)
 class Section:

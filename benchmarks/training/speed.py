@@ -1,6 +1,6 @@
 """Seconds per epoch of ResNet-56 at batch 128: a plain eager loop, sosp.train alone, and several networks side by side.
 
-python benchmarks/training.py [--device cuda] [--networks 1 4 8] [--ratio 0.5] [--out results/training.md]
+python benchmarks/training/speed.py [--device cuda] [--networks 1 4 8] [--ratio 0.5] [--out speed.md]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Time every way to score against a plain gradient pass over the same examples, in one run and one table.
 
-    PYTHONPATH=src python benchmarks/score.py --device cuda --save
+    PYTHONPATH=src python benchmarks/scoring/score.py --device cuda --save
 
 What is timed, what is not, and how to read the ratios: benchmarks/README.md.
 """
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from lines import BIG, METHODS, SIZES, Sizes, make_setup
 from measure import measure
-from nets import NETWORKS
+from networks import NETWORKS
 from table import Section, facts_of, save, show
 
-HERE = Path(__file__).parent
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--channels-last", action="store_true", help="model and data, for everything in the run")
     p.add_argument("--big", action="store_true", help=big)
     where = "write score-<device>.md and .json (default: benchmarks/results)"
-    p.add_argument("--save", nargs="?", const=str(HERE / "results"), metavar="DIR", help=where)
+    p.add_argument("--save", nargs="?", const=str(RESULTS), metavar="DIR", help=where)
     return p.parse_args(argv)
 
 

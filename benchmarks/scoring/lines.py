@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from nets import NETWORKS, images, network
+from networks import NETWORKS, images, network
 from torch import Tensor, nn
 
 import sosp
