@@ -103,7 +103,7 @@ class Epilogue(torch.autograd.Function):
         return *(x if there else None for x, there in zip(found, ctx.present, strict=True)), None, None, None
 
 
-# With torch's own operations (``triton_kernels`` does the same in one pass over the memory of a GPU) -----------------------
+# With torch's own operations (``triton_kernels`` does the same in one pass over the memory of a GPU) -----------------
 
 
 def forward(parts: Parts, plan: Plan) -> tuple[Tensor, Tensor | None]:
