@@ -280,7 +280,7 @@ def test_more_rows_are_compared_where_values_decide(
 def test_what_differs_names_the_line_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = made(Branch), noise(5, 2)
     mask = sosp.Mask.from_removed(model, {"a": [0], "b": [1]}, x)
-    monkeypatch.setattr(shrink, "set_zero", lambda small, *rest: nn.init.ones_(small.b.bias))
+    monkeypatch.setattr(shrink, "set_rows_to_zero", lambda small, *rest: nn.init.ones_(small.b.bias))
     with pytest.raises(SurgeryError) as caught:
         sosp.shrink(model, mask, x)
     for word in ("out_features", f"__bool__ at {line_of(Branch, 'x.mean() > 0')}", "exclude=", "a, b", "sosp.masked"):

@@ -239,7 +239,7 @@ def test_a_width_that_shows_only_when_tried_is_in_the_budget() -> None:
         model.conv1.bias[1:] *= 1e-6
     assert all("conv1" not in pin.layers for pin in sosp.trace(model, pictures()[0]).pinned)
     found = sosp.prune(model, pictures(), params=0.25)
-    assert any("conv1" in pin.layers for pin in found.saliency.structures.flow.pinned)
+    assert any("conv1" in pin.layers for pin in found.plan.flow.pinned)
     assert found.model.conv2.in_channels == 12
     assert parameters(found.model) == found.cost_after.params <= 370
     assert found.model(pictures()[0]).shape == (EXAMPLES, CLASSES)

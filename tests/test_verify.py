@@ -27,15 +27,15 @@ def mask_of(model: nn.Module, x: Any, removed: dict[str, list[int]]) -> sosp.Mas
 
 def plant(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
     """Let the plan of a surgery go wrong."""
-    plan = sosp.surgery.shrink.plan
+    plan_removal = sosp.surgery.shrink.plan_removal
 
-    def wrong(*args: Any, **options: Any) -> Any:
-        layout, recipe = plan(*args, **options)
-        changed = change(recipe)
-        assert repr(changed) != repr(recipe)
-        return layout, changed
+    def wrong(*args: Any) -> Any:
+        plan = plan_removal(*args)
+        changed = change(plan.recipe)
+        assert repr(changed) != repr(plan.recipe)
+        return replace(plan, recipe=changed)
 
-    monkeypatch.setattr(sosp.surgery.shrink, "plan", wrong)
+    monkeypatch.setattr(sosp.surgery.shrink, "plan_removal", wrong)
 
 
 def sliced(recipe: Recipe, name: str, axis: int, change: Callable[[Tensor], Tensor]) -> Recipe:
@@ -91,10 +91,7 @@ def test_a_live_channel_dropped_is_caught(
     model, x = c.model.to(dtype), c.inputs.to(dtype)
     mask = mask_of(model, x, {"conv1": [0], "conv2": [1]})
     wrong = mask_of(model, x, {"conv1": [0, *more.get("conv1", [])], "conv2": [1, *more.get("conv2", [])]})
-    plan = sosp.surgery.shrink.plan
-    flow = sosp.trace(model, x)
-    places = {layer.name: layer.norms for layer in wrong.layers}
-    recipe = plan(model, flow, flow.removed(wrong.removed, places), x)[1]
+    recipe = sosp.surgery.shrink.plan_removal(sosp.trace(model, x), wrong).recipe
     plant(monkeypatch, lambda r: recipe)
     with pytest.raises(SurgeryError, match="differs from"):
         sosp.shrink(model, mask, x)

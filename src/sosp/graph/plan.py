@@ -38,7 +38,7 @@ def plan_removal(flow: Flow, mask: Mask, style: Style | None = None) -> Plan:
     """
     removed = flow.removed(mask.removed, mask.places)
     fit = fit_layout(flow.without_learned(), removed, style)
-    zeroed = zero_rows(flow.network, flow.graph, fit.layout, removed)
+    zeroed = zero_rows(flow.network, flow.graph, fit.layout, removed, fit.recipe)
     return Plan(mask, fit.flow, fit.layout, fit.recipe, zeroed, cost_of(fit.flow, fit.layout))
 
 

@@ -174,18 +174,21 @@ def forced(cuts: list[Cut], layout: Layout, removed: np.ndarray | None) -> np.nd
     return np.logical_and.reduce([c.forced(removed, layout.zero) for c in cuts])
 
 
-def zero_rows(model: nn.Module, graph: Graph, layout: Layout, removed: Removed) -> dict[str, tuple[int, Tensor]]:
+def zero_rows(
+    model: nn.Module, graph: Graph, layout: Layout, removed: Removed, recipe: Recipe
+) -> dict[str, tuple[int, Tensor]]:
     """Return parameter -> axis and rows to set to zero: channels that are removed but computed (``join="zeros"``)."""
     found: dict[str, tuple[int, Tensor]] = {}
+    gone = {*recipe.emptied, *recipe.passed}
     for name, cuts in graph.calls.items():
         cut = cuts[0]
-        if layout.zeroed(cut):
-            gone = forced(cuts, layout, removed.get(name))[stay(layout.counts, cut.given)]
+        if layout.zeroed(cut) and name not in gone:
+            zero = forced(cuts, layout, removed.get(name))[stay(layout.counts, cut.given)]
             module: Any = model.get_submodule(name)
             kind = layer_type(module)
-            rows = torch.from_numpy(np.flatnonzero(gone))
+            rows = torch.from_numpy(np.flatnonzero(zero))
             for key, axis in (("weight", kind.weight_axis if kind else 0), ("bias", 0)):
-                if len(rows) and getattr(module, key, None) is not None:
+                if len(rows) and module._parameters.get(key) is not None:
                     found[f"{name}.{key}"] = axis, rows
     return found
 
