@@ -20,7 +20,7 @@ from sosp.graph.mask import Mask, masked
 from sosp.graph.plan import count
 from sosp.graph.records import Layer, Saliency, Structures
 from sosp.graph.structures import downsampling, find_structures
-from sosp.pipeline import Pruned, prune
+from sosp.pipeline import Pruned, prune, train
 from sosp.refit import Repaired, repair
 from sosp.scoring.passes import SlowPathWarning
 from sosp.scoring.score import METHODS, score
@@ -32,7 +32,7 @@ from sosp.studies.expand import expand
 from sosp.surgery.checkpoint import load, save
 from sosp.surgery.shrink import shrink
 from sosp.surgery.widen import widen
-from sosp.training import SCHEDULES, Accuracy, Schedule, Speed, Trained, evaluate, recalibrate, train
+from sosp.training import SCHEDULES, Accuracy, Schedule, Speed, Trained, evaluate, recalibrate
 
 __version__ = "0.1.0"
 

@@ -1,4 +1,4 @@
-"""The pipeline in one call: from a trained network, data and a budget to a smaller network. Read this first."""
+"""From a trained network, data and a budget to a smaller network, in one call; and its training. Read this first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import floor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from sosp.scoring.score import score
 from sosp.selection.select import SelectionOptions, select_and_plan
 from sosp.surgery.checkpoint import save
 from sosp.surgery.shrink import shrink
+
+if TYPE_CHECKING:  # who prunes need not train
+    from sosp.training import Companion, Epoch, Moment, Schedule, Speed
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,3 +177,67 @@ def cut(model: nn.Module, saliency: Saliency, example: Any, choice: Mapping[str,
         plan = plan_removal(flow, mask, Style(options.join, options.round_to))
     small = shrink(model, plan, example)
     return Pruned(small, mask, saliency, whole_cost(plan.flow), plan.cost, plan)
+
+
+def train(
+    model: nn.Module | Mapping[str, nn.Module],
+    data: Any,
+    schedule: Schedule | str = "cifar",
+    *,
+    folder: str | Path | None = None,
+    seed: int | Mapping[str, int] = 0,
+    device: torch.device | str | None = None,
+    speed: Speed | None = None,
+    teacher: nn.Module | None = None,
+    companion: Companion | None = None,
+    on_epoch: Callable[[str, Epoch], None] | None = None,
+    on_step: Callable[[int, int, Moment], None] | None = None,
+    save_every: float = 600.0,
+) -> Any:
+    """Train a copy of a network, or of several side by side; pruned layers are padded meanwhile (``Speed.room``).
+
+    Several networks are trained as each would be alone, except that they draw the random numbers of dropout in turn.
+    On a CPU, a training that continues from a checkpoint gives the same bits as one that never stopped.
+
+    Args:
+        model: the network, or several by name, ``{"a": model, "b": other}``. It is not changed.
+        data: a dataset of ``sosp.data``, a pair of tensors (inputs, labels), a loader, or (training data, test data)
+            of any of these.
+        schedule: a ``sosp.Schedule`` or the name of one in ``sosp.SCHEDULES``.
+        folder: where checkpoints are written, after every epoch (large ones at most twice a minute), every
+            ``save_every`` seconds and on Ctrl-C. Training continues from the newest one.
+        seed: seed of all random numbers; for several networks it may be a dict.
+        device: where the network is trained; by default where it is.
+        speed: precision, memory layout, CUDA graphs, compilation; by default what suits the device.
+        teacher: the network whose outputs ``schedule.distill`` compares with.
+        companion: a callback with its own loss terms, parameters and steps, see ``sosp.training.Companion``.
+        on_epoch: called with the network's name and the ``Epoch`` after every epoch.
+        on_step: called with the steps done, all steps and the ``Moment`` during an epoch.
+        save_every: seconds between checkpoints within an epoch.
+
+    Returns:
+        A ``sosp.Trained``, or a dict of them if ``model`` is a dict.
+
+    Raises:
+        ArgumentError: if an argument has a wrong value, or no parameter can be trained.
+        DataError: if the data is empty or does not fit the network.
+        TrainingError: if the loss becomes infinite or NaN.
+    """
+    from sosp import training
+    from sosp.surgery.pad_widths import with_room
+
+    return training.train(
+        model,
+        data,
+        schedule,
+        folder=folder,
+        seed=seed,
+        device=device,
+        speed=speed,
+        teacher=teacher,
+        companion=companion,
+        on_epoch=on_epoch,
+        on_step=on_step,
+        save_every=save_every,
+        pad=with_room,
+    )

@@ -14,8 +14,9 @@ from torch import nn
 from sosp.baselines import Slimming
 from sosp.core.documents import read_json, write_json
 from sosp.data import Dataset
+from sosp.pipeline import train
 from sosp.studies.setting import Bench
-from sosp.training import Epoch, Schedule, Trained, train
+from sosp.training import Epoch, Schedule, Trained
 from sosp.training.watcher import Watcher
 
 MEMBERS = "members.json"

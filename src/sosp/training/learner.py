@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from sosp.core import distributed
 from sosp.core.batches import call
-from sosp.surgery.pad_widths import Room
 from sosp.training.callback import Companion
 from sosp.training.feed import Batch
 from sosp.training.objective import align_labels, classes_of, correct, loss_sum, own_loss, refuse_labels
 from sosp.training.schedule import Schedule
 from sosp.training.speed import Speed
 from sosp.training.sync_norms import over_all_ranks
+
+
+class Padded(Protocol):
+    """A network with wider layers that computes the same, and the way back; who makes one is not known here."""
+
+    model: nn.Module  # the wide network
+    small: nn.Module  # the network as it was given
+
+    def masks(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return parameter -> 0 for what was added, 1 for the rest."""
+
+    def narrow(self, name: str, x: Tensor) -> Tensor:
+        """Return the part of a wide tensor that the small network has."""
+
+    def widen(self, name: str, x: Tensor) -> Tensor:
+        """Return a tensor of the small network with zeros where something was added."""
+
+    def shrunk(self, model: nn.Module) -> nn.Module:
+        """Return the small network with the numbers of a wide one."""
 
 
 class Learner:
@@ -30,7 +48,7 @@ class Learner:
         device: torch.device,
         teacher: nn.Module | None,
         companion: Companion | None = None,
-        room: Room | None = None,
+        room: Padded | None = None,
     ) -> None:
         self.schedule, self.speed, self.device, self.room = schedule, speed, device, room
         self.model = speed.placed(copy.deepcopy(model if room is None else room.model), device).train()

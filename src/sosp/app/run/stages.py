@@ -24,13 +24,13 @@ from sosp.graph.latency import latency
 from sosp.graph.mask import Mask
 from sosp.graph.plan import count
 from sosp.graph.records import Saliency
-from sosp.pipeline import Pruned, cut, repaired_cut
+from sosp.pipeline import Pruned, cut, repaired_cut, train
 from sosp.refit import Repaired
 from sosp.scoring.score import score
 from sosp.selection.saved_saliency import keep_saliency
 from sosp.studies.expand import settled
 from sosp.surgery.checkpoint import save
-from sosp.training import Epoch, evaluate, recalibrate, train
+from sosp.training import Epoch, evaluate, recalibrate
 from sosp.training.watcher import Watcher
 
 BATCH = 250  # of the data that is scored with; passes cut it to what fits

@@ -12,13 +12,14 @@ from torch import nn
 from sosp.core import distributed
 from sosp.data import Dataset
 from sosp.errors import DisconnectedError
+from sosp.pipeline import train
 from sosp.refit import repair
 from sosp.scoring.score import METHODS
 from sosp.studies.compare.cells import Cell, Cells, Plan
 from sosp.studies.compare.cut import Cutter, cutter
 from sosp.studies.workload import Work, prepared
 from sosp.surgery.fold_norms import folded
-from sosp.training import Schedule, Speed, evaluate, recalibrate, train
+from sosp.training import Schedule, Speed, evaluate, recalibrate
 
 TOGETHER = 8  # networks that are fine-tuned side by side
 

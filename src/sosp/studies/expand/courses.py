@@ -18,7 +18,7 @@ from sosp.graph.cost import Cost
 from sosp.graph.mask import Mask
 from sosp.graph.plan import count
 from sosp.graph.records import Saliency
-from sosp.pipeline import cut
+from sosp.pipeline import cut, train
 from sosp.selection.select import select
 from sosp.studies.bottlenecks import Bottlenecks, bottlenecks
 from sosp.studies.expand.folder import claim
@@ -27,7 +27,7 @@ from sosp.studies.expand.points import Point, Points
 from sosp.studies.workload import Work, prepared
 from sosp.surgery.checkpoint import inspect, save
 from sosp.surgery.shrink import shrink
-from sosp.training import Trained, evaluate, train
+from sosp.training import Trained, evaluate
 from sosp.training.initial_statistics import settled
 
 TOGETHER = 8  # networks that are trained side by side

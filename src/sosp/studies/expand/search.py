@@ -11,6 +11,7 @@ from sosp.core import distributed
 from sosp.data import Dataset
 from sosp.errors import ArgumentError, CheckpointError
 from sosp.nets import Width
+from sosp.pipeline import train
 from sosp.studies.bottlenecks import Bottlenecks, bottlenecks
 from sosp.studies.bottlenecks.removals import RATIOS
 from sosp.studies.expand.courses import run_courses, scored, shares
@@ -19,7 +20,6 @@ from sosp.studies.expand.growth import Growth, Make, check_growth, growth_of
 from sosp.studies.expand.matching_width import Constant, matching
 from sosp.studies.expand.plan import Course, Plan, Setup
 from sosp.studies.expand.points import Point
-from sosp.training import train
 
 LAYERS = 5  # that are widened where every layer is a block, as the paper does for VGG
 CHOICE = "choice.json"
