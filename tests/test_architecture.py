@@ -30,7 +30,7 @@ ALLOWED = {
     "studies": "errors core graph selection surgery refit scoring nets data training baselines pipeline",
     "sosp": "errors core graph selection surgery refit scoring nets data training baselines pipeline studies",
     "app": "errors core graph selection surgery refit scoring nets data training baselines pipeline studies sosp",
-    "__main__": "app",
+    "__main__": "errors core app",
 }
 
 # In the order of the flow.

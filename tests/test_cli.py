@@ -64,7 +64,7 @@ COMMANDS = pytest.mark.parametrize("command", SURFACE)
 
 
 def parameters(command: str) -> list[Any]:
-    return typer.main.get_command(cli.app).commands[command].params  # type: ignore[attr-defined]
+    return list(cli.load(command).params)
 
 
 def exit_code(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -105,6 +105,11 @@ def test_help_mentions_everything(command: str) -> None:
     for word in SURFACE[command].split():
         assert word in found.stdout, word
     assert all(p.help and p.help.endswith(".") for p in parameters(command))
+
+
+@COMMANDS
+def test_the_list_of_commands_says_what_their_help_says(command: str) -> None:
+    assert cli.load(command).help.split("\n\n")[0].replace("\n", " ") == cli.COMMANDS[command][1]
 
 
 def test_help_names_the_commands_and_exit_codes() -> None:

@@ -4,13 +4,11 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 PATIENCE = 1.0  # seconds of silence before the bar appears
-SHOWN: list[Progress] = []  # a terminal has room for one: a bar inside another stays silent
+SHOWN: list[Any] = []  # a terminal has room for one: a bar inside another stays silent
 
 
 def wanted() -> bool:
@@ -20,14 +18,12 @@ def wanted() -> bool:
 
 def track(items: Iterable[T], label: str, total: float | None = None, weight: str | None = None) -> Iterator[T]:
     """Yield the items; draw a bar once they have taken a second. ``weight`` names the attribute to count by."""
-    if not wanted():
+    bar, task = _bar(label, total) if wanted() else (None, None)
+    if bar is None:
         yield from items
         return
     start = time.monotonic()
     done = 0.0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, transient=True)
-    task = bar.add_task(label, total=total)
     try:
         for item in items:
             yield item
@@ -40,3 +36,14 @@ def track(items: Iterable[T], label: str, total: float | None = None, weight: st
         if bar in SHOWN:
             bar.stop()
             SHOWN.remove(bar)
+
+
+def _bar(label: str, total: float | None) -> tuple[Any, Any]:
+    """Return a bar of rich and its task; nothing where rich is not installed (``sosp[cli]`` brings it)."""
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        return None, None
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, transient=True)
+    return bar, bar.add_task(label, total=total)

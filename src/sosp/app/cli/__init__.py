@@ -3,38 +3,84 @@
 import json
 import os
 import sys
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 import sosp
-from sosp.app.cli import demo, expand, inspect, report, reproduce, runs
+
+# Command -> its module and function below ``sosp.app.cli``, and the first sentence of its help. A module is imported
+# when its command is called, so that the list of commands needs neither torch nor matplotlib.
+COMMANDS = {
+    "demo": (
+        "demo.demo",
+        "Train a small residual network on digits, remove half of it, fine-tune, and compare with random pruning.",
+    ),
+    "train": ("runs.train", "Train a network."),
+    "prune": ("runs.prune", "Score a trained network, remove what it needs least, and save the smaller one."),
+    "finetune": ("runs.finetune", "Train a pruned network further."),
+    "run": ("runs.run", "Train, prune and fine-tune as a file says, or go on with a run."),
+    "compare": (
+        "runs.compare",
+        "Prune one network by many methods at many ratios, and compare what is left. Fine-tunes if --epochs is given.",
+    ),
+    "expand": (
+        "expand.expand",
+        "Train, find what is too narrow, widen it, train anew and prune; beside it the network as it is, and a wider "
+        "one.",
+    ),
+    "bottlenecks": (
+        "expand.bottlenecks",
+        "Say which layers and blocks are too narrow, which are over-wide, and what widths would even that out.",
+    ),
+    "report": ("report.report", "Make the page of a run anew, or one page of several runs beside each other."),
+    "eval": ("inspect.evaluate", "Measure the accuracy of a network on the test data."),
+    "count": ("inspect.count", "Count parameters and multiply-accumulates, layer by layer."),
+    "trace": (
+        "inspect.trace",
+        "Show how the channels of a network flow: which are tied together, what cannot be removed and why.",
+    ),
+    "data": (
+        "inspect.data",
+        "Say which datasets lie in a folder, whether they are complete, and where to get what is missing.",
+    ),
+    "reproduce": (
+        "reproduce.reproduce",
+        "Redo an experiment of the paper: only what is missing, from where it was left.",
+    ),
+}
+PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False}  # a traceback is Python's own
+
+
+class Commands(TyperGroup):
+    """The commands by name and first sentence; the one that is called is imported."""
+
+    def __init__(self, **settings: Any) -> None:
+        named = {name: TyperCommand(name, help=summary) for name, (_, summary) in COMMANDS.items()}
+        super().__init__(**{**settings, "commands": named})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, load(str(name)), rest
+
+
+def load(name: str) -> Any:
+    """Import a command, with its options and all of its help."""
+    module, _, function = COMMANDS[name][0].partition(".")
+    alone = typer.Typer(**PLAIN)
+    alone.command(name)(getattr(import_module(f"{__name__}.{module}"), function))
+    return typer.main.get_command(alone)
+
 
 app = typer.Typer(
     name="sosp",
+    cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,  # a traceback, where there is one, is Python's own
     context_settings={"help_option_names": ["-h", "--help"]},
+    **PLAIN,
 )
-COMMANDS = {
-    "demo": demo.demo,
-    "train": runs.train,
-    "prune": runs.prune,
-    "finetune": runs.finetune,
-    "run": runs.run,
-    "compare": runs.compare,
-    "expand": expand.expand,
-    "bottlenecks": expand.bottlenecks,
-    "report": report.report,
-    "eval": inspect.evaluate,
-    "count": inspect.count,
-    "trace": inspect.trace,
-    "data": inspect.data,
-    "reproduce": reproduce.reproduce,
-}
-for name, command in COMMANDS.items():
-    app.command(name)(command)
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, wherever this typer keeps it
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sosp.app.run.folder import REPORT
 from sosp.core.documents import write_text
+from sosp.core.packages import import_package
 from sosp.errors import ArgumentError, RunError
 
 MARK = '<meta name="generator" content="sosp">'  # of a file that is ours to replace
@@ -14,7 +15,8 @@ MARK = '<meta name="generator" content="sosp">'  # of a file that is ours to rep
 
 def write_report(runs: Sequence[str | Path], out: str | Path | None = None) -> Path:
     """One page about these runs, finished or not: ``out``, or ``report.html`` in the folder of a single run."""
-    from sosp.app.report.facts import read_run  # with the figures comes matplotlib, which takes its time
+    require_packages()
+    from sosp.app.report.facts import read_run
     from sosp.app.report.page import page
 
     if not runs:
@@ -42,6 +44,7 @@ def keep_report(run: Path, warn: Callable[[str], None], *, anew: bool) -> Path |
 
 def write_figures(runs: Sequence[str | Path], folder: str | Path) -> list[Path]:
     """Every figure of these runs as a PNG file of 300 dots per inch; the files."""
+    require_packages()
     from sosp.app.report.facts import read_run
     from sosp.app.report.page import pictures
 
@@ -51,6 +54,12 @@ def write_figures(runs: Sequence[str | Path], folder: str | Path) -> list[Path]:
     except OSError as error:
         raise RunError(f"{place}: cannot be written to ({error.strerror}).") from error
     return pictures(found, place)
+
+
+def require_packages() -> None:
+    """Refuse to draw without the packages that draw; they take their time, so that nothing else imports them."""
+    for name in ("jinja2", "matplotlib"):
+        import_package(name)
 
 
 def refuse_foreign(path: Path) -> None:

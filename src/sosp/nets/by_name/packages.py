@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from sosp import nets
-from sosp.nets.by_name.source import ROWS, Shape, Source, check_known, package
+from sosp.core.packages import import_package
+from sosp.nets.by_name.source import ROWS, Shape, Source, check_known
 
 IMAGENET: Shape = (3, 224, 224)
 INPUTS: dict[str, Shape] = {  # of sosp's networks that are not for CIFAR, and of torchvision's that are larger
@@ -31,7 +32,7 @@ def _sosp(name: str, classes: int | None, width: nets.Width) -> nn.Module:
 
 
 def _torchvision(name: str, classes: int | None, width: nets.Width) -> nn.Module:
-    models = package("torchvision").models
+    models = import_package("torchvision").models
     check_known("torchvision", name, models.list_models(module=models))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # Inception's about how its weights start
@@ -39,7 +40,7 @@ def _torchvision(name: str, classes: int | None, width: nets.Width) -> nn.Module
 
 
 def _timm(name: str, classes: int | None, width: nets.Width) -> nn.Module:
-    timm = package("timm")
+    timm = import_package("timm")
     check_known("timm", name.partition(".")[0], timm.list_models())  # resnet50.a1_in1k: the weights go unnamed here
     return timm.create_model(name, pretrained=False, **_chosen(classes))
 

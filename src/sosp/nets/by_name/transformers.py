@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from sosp.core.packages import import_package
 from sosp.errors import ArgumentError, nearest
 from sosp.nets import Width
-from sosp.nets.by_name.source import ROWS, Source, package
+from sosp.nets.by_name.source import ROWS, Source
 
 TOKENS = 16  # of an example for a language model
 # The heads that fit labelled data, best first: (the table of classes by type, the class that makes one).
@@ -21,7 +22,7 @@ HEADS = (
 
 
 def _make(name: str, classes: int | None, width: Width) -> nn.Module:
-    hub = package("transformers")
+    hub = import_package("transformers")
     folder = Path(name).expanduser()
     local = (folder / "config.json").is_file()
     config = hub.AutoConfig.from_pretrained(str(folder), local_files_only=True) if local else _default(hub, name)
@@ -52,7 +53,7 @@ def _check_classes(name: str, classes: int | None, found: int) -> None:
 
 def _default(hub: Any, name: str) -> Any:
     """The configuration that a type of networks has by default."""
-    types = package("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+    types = import_package("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
     if name in types:
         return hub.AutoConfig.for_model(name)
     found = "has no config.json" if Path(name).is_dir() else "is no folder"

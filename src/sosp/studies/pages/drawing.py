@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-from sosp.nets.by_name.source import package
+from sosp.core.packages import import_package
 from sosp.studies.experiment import BASELINE
 from sosp.studies.pages.figures import LOOKS, SECONDS, Figure, Line, Panel, Point, all_lines
 
@@ -52,7 +52,7 @@ class Plan:
 
 
 def _pale(colour: Any) -> tuple[float, ...]:
-    return tuple(PALE + (1 - PALE) * part for part in package("matplotlib.colors").to_rgb(colour))
+    return tuple(PALE + (1 - PALE) * part for part in import_package("matplotlib.colors").to_rgb(colour))
 
 
 def _plan(figure: Figure) -> Plan:
@@ -81,7 +81,7 @@ def _floor(ys: Iterable[float]) -> float:
 
 def _colours(lines: Sequence[Line]) -> dict[str, Any]:
     """One colour per method, ours and the paper's alike; black and dark ones for what nothing was removed from."""
-    shades = package("matplotlib").colormaps["tab20"].colors  # ten pairs, strong and light
+    shades = import_package("matplotlib").colormaps["tab20"].colors  # ten pairs, strong and light
     colours = [shade for k, shade in enumerate((*shades[::2], *shades[1::2])) if k % 10 != GREY]
     fixed = {**dict(zip(OURS, colours, strict=False)), BASELINE: "black"}
     used = {line.method: line.whole for line in lines}
@@ -163,7 +163,7 @@ def _caption(figure: Figure, plan: Plan) -> str:
 def draw(figure: Figure, folder: Path) -> Path:
     """As SVG, the same bytes from the same records with one version of matplotlib."""
     path = folder / f"{figure.name}.svg"
-    with package("matplotlib").rc_context(STYLE):
+    with import_package("matplotlib").rc_context(STYLE):
         canvas(figure).savefig(path, metadata={"Date": None, "Description": figure.digest})
     return path
 
@@ -172,7 +172,7 @@ def canvas(figure: Figure) -> Any:
     """As matplotlib has it: one scale of y, a legend beside each row of panels."""
     across = min(len(figure.panels), 2)
     down = len(figure.panels) // across
-    made = package("matplotlib.figure").Figure(figsize=(5.2 * across, 0.7 + 3.6 * down), layout="constrained")
+    made = import_package("matplotlib.figure").Figure(figsize=(5.2 * across, 0.7 + 3.6 * down), layout="constrained")
     plan = _plan(figure)
     made.suptitle(figure.title)
     made.supxlabel(_caption(figure, plan), fontsize=SMALL)
@@ -238,11 +238,11 @@ def _below(axes: Any, line: Line, plan: Plan, sizes: Sequence[float]) -> None:
 
 
 def _short(x: float) -> str:
-    return str(package("matplotlib.ticker").EngFormatter(places=1)(x))
+    return str(import_package("matplotlib.ticker").EngFormatter(places=1)(x))
 
 
 def _engineering(axes: Any, *, log: bool) -> None:
-    ticker = package("matplotlib.ticker")
+    ticker = import_package("matplotlib.ticker")
     if log:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
@@ -253,7 +253,7 @@ def _engineering(axes: Any, *, log: bool) -> None:
 
 
 def _doubling(axes: Any, sizes: Iterable[float]) -> None:
-    ticker = package("matplotlib.ticker")
+    ticker = import_package("matplotlib.ticker")
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(sorted(set(sizes)))
     axes.xaxis.set_minor_locator(ticker.NullLocator())
@@ -270,5 +270,5 @@ def _legend(axes: Any, lines: Iterable[Line], plan: Plan) -> None:
         look = plan.look(line)
         if not plan.level(line):
             look |= _face(line.points) | ({"linestyle": "none"} if len(plan.marks(line)) == 1 else {})
-        handles.append(package("matplotlib.lines").Line2D([], [], label=line.label, **look))
+        handles.append(import_package("matplotlib.lines").Line2D([], [], label=line.label, **look))
     axes.legend(handles=handles, fontsize=SMALL, loc="upper left", bbox_to_anchor=(1.01, 1.0))
