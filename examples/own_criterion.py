@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 import sosp
-from sosp.scoring.criteria.filters import summed
-from sosp.scoring.method import Method
-from sosp.scoring.passes import Problem
-from sosp.studies.compare import Plan
+from sosp.extend import Method, Problem, summed
+from sosp.studies import ComparisonPlan
 
 
 def activity(problem: Problem, options: object) -> Tensor:
@@ -51,7 +49,7 @@ def main() -> None:
     model = sosp.train(sosp.nets.digits_resnet(), data, schedule).model
     print(f"trained: {sosp.evaluate(model, data.test).top1:.1%}")
 
-    plan = Plan(methods=("activity", "sosp-h", "magnitude-l2", "random"), ratios=(0.3,), examples=500)
+    plan = ComparisonPlan(methods=("activity", "sosp-h", "magnitude-l2", "random"), ratios=(0.3,), examples=500)
     for cell in sosp.compare(model, data, plan):
         share = f"{cell.recalibrated:.1%}" if not cell.refusal else "refused"
         print(f"{cell.method:<14}{cell.ratio:.0%} removed: {share:>7}, {cell.params:>7,} parameters")

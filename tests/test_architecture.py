@@ -27,8 +27,9 @@ ALLOWED = {
     "training": "errors core data",
     "baselines": "errors core graph selection surgery scoring data training",
     "pipeline": "errors core graph selection surgery refit scoring training",
+    "extend": "errors core scoring",
     "studies": "errors core graph selection surgery refit scoring nets data training baselines pipeline",
-    "sosp": "errors core graph selection surgery refit scoring nets data training baselines pipeline studies",
+    "sosp": "errors core graph selection surgery refit scoring nets data training baselines pipeline extend studies",
     "app": "errors core graph selection surgery refit scoring nets data training baselines pipeline studies sosp",
     "__main__": "errors core app",
 }
@@ -45,8 +46,8 @@ PUBLIC = [
     *("compare",),
     *("bottlenecks", "Bottlenecks", "expand"),
     *("train", "Trained", "Schedule", "SCHEDULES", "Speed", "evaluate", "Accuracy", "recalibrate"),
-    *("save", "load"),
-    *("nets", "data", "learned", "experiments", "errors", "__version__"),
+    *("save", "load", "inspect"),
+    *("nets", "data", "learned", "experiments", "extend", "errors", "__version__"),
 ]
 
 # Oracles stand on torch and the standard library alone, and may not reach sosp by a detour.

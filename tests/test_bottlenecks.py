@@ -15,8 +15,10 @@ from oracles import chance as oracle
 from sosp.errors import ArgumentError, CheckpointError, StructureError
 from sosp.graph.records import Layer, Saliency, Structures
 from sosp.selection.saved_saliency import keep_saliency, read_saliency
-from sosp.studies.bottlenecks import FITTING, NARROW, WIDE, Bottlenecks, Part, blocks_of, bottlenecks
+from sosp.studies.bottlenecks.blocks import blocks_of
 from sosp.studies.bottlenecks.chance import holm, merged, tails
+from sosp.studies.bottlenecks.find import bottlenecks
+from sosp.studies.bottlenecks.record import FITTING, NARROW, WIDE, Bottlenecks, Part
 
 IMAGES = torch.zeros(2, 3, 32, 32)
 

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 import sosp
 from commands import call, refusal
 from sosp.errors import ArgumentError, StructureError
-from sosp.studies.compare import Cell, Plan, compare, summaries
+from sosp.studies.compare.cells import Cell, ComparisonPlan
+from sosp.studies.compare.measure import compare
+from sosp.studies.compare.summary import summaries
 from sosp.surgery.fold_norms import folded
 
 METHODS = ("sosp-h", "random", "slimming", "group-fisher")
@@ -49,7 +51,7 @@ def model(data: sosp.data.Dataset) -> nn.Module:
     return sosp.train(Small(), data, replace(sosp.SCHEDULES["digits"], epochs=3)).model
 
 
-PLAN = Plan(METHODS, (0.25, 0.5), seeds=2, examples=60, recalibrate=100)
+PLAN = ComparisonPlan(METHODS, (0.25, 0.5), seeds=2, examples=60, recalibrate=100)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,7 @@ def test_done_is_done(model: nn.Module, data: Any, tmp_path: Path, cells: tuple[
 
 
 def test_fine_tuned(model: nn.Module, data: Any, tmp_path: Path) -> None:
-    plan = Plan(("slimming",), (0.25, 0.5), examples=60, recalibrate=100)
+    plan = ComparisonPlan(("slimming",), (0.25, 0.5), examples=60, recalibrate=100)
     schedule = replace(sosp.SCHEDULES["finetune-digits"], epochs=2)
     found = compare(model, data, plan, schedule=schedule, folder=tmp_path)
     example, _ = next(iter(data.train.ordered(batch=4, limit=4)))
@@ -145,7 +147,7 @@ def test_fine_tuned(model: nn.Module, data: Any, tmp_path: Path) -> None:
 def test_the_model_is_left_alone(model: nn.Module, data: Any) -> None:
     before = {n: x.clone() for n, x in model.state_dict().items()}
     model.train()
-    compare(model, data, Plan(("random",), (0.5,), examples=20, recalibrate=50))
+    compare(model, data, ComparisonPlan(("random",), (0.5,), examples=20, recalibrate=50))
     assert model.training
     model.eval()
     assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
@@ -164,21 +166,21 @@ def test_the_model_is_left_alone(model: nn.Module, data: Any) -> None:
 )
 def test_bad_plans(plan: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
-        Plan(**{"methods": ("random",), **plan})
+        ComparisonPlan(**{"methods": ("random",), **plan})
 
 
 def test_a_method_that_does_not_fit_is_refused_before_any_work(data: Any) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 10))
     told: list[Cell] = []
     with pytest.raises(StructureError, match="slimming"):
-        compare(model, data, Plan(("random", "slimming"), (0.5,)), on_cell=told.append)
+        compare(model, data, ComparisonPlan(("random", "slimming"), (0.5,)), on_cell=told.append)
     assert not told
 
 
 def test_a_mask_that_cuts_the_network_in_two_is_a_cell(data: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2), nn.ReLU(), nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 10))
-    (cell,) = compare(model, data, Plan(("first-order",), (0.8,), examples=50))
+    (cell,) = compare(model, data, ComparisonPlan(("first-order",), (0.8,), examples=50))
     assert cell.refusal
     assert cell.masked is None
     (found,) = summaries((cell,))
@@ -237,7 +239,7 @@ def test_seeds_begin_where_they_are_told(model: nn.Module, data: Any, cells: tup
 
 def test_eigendamage_stands_beside_the_others(model: nn.Module, data: Any, tmp_path: Path) -> None:
     """Its directions are no structures, and its network no masked one; the rest of a cell is as for any method."""
-    plan = Plan(("eigendamage", "random"), (0.3, 0.6), examples=60, recalibrate=100)
+    plan = ComparisonPlan(("eigendamage", "random"), (0.3, 0.6), examples=60, recalibrate=100)
     schedule = replace(sosp.SCHEDULES["finetune-digits"], epochs=1)
     found = compare(model, data, plan, schedule=schedule, folder=tmp_path)
     example, _ = next(iter(data.train.ordered(batch=8, limit=8)))

@@ -16,23 +16,15 @@ from cases import case
 from sosp.data import Dataset
 from sosp.errors import ArgumentError, CheckpointError, StructureError
 from sosp.nets import Width
-from sosp.studies.bottlenecks import bottlenecks
-from sosp.studies.expand import (
-    Course,
-    Expanded,
-    Plan,
-    Point,
-    Setup,
-    choice_of,
-    expand,
-    growth_of,
-    init_or_trained,
-    matching,
-    run_courses,
-    settled,
-)
+from sosp.studies.bottlenecks.find import bottlenecks
+from sosp.studies.expand.courses import run_courses
+from sosp.studies.expand.growth import growth_of
+from sosp.studies.expand.matching_width import matching
+from sosp.studies.expand.plan import Course, ExpansionPlan, Setup
+from sosp.studies.expand.points import Point
+from sosp.studies.expand.search import Expanded, choice_of, expand, init_or_trained
 from sosp.training import Schedule
-from sosp.training.initial_statistics import is_untouched
+from sosp.training.initial_statistics import is_untouched, settled
 from test_preserve import check_unchanged
 
 ONE = Schedule(epochs=1, batch=50, rate=0.05, shape="cosine")
@@ -53,8 +45,8 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {n: tuple(x.shape) for n, x in model.state_dict().items()}
 
 
-def plan(**more: Any) -> Plan:
-    return Plan(**{"ratios": (0.5,), "examples": 50, "method": "first-order", **more})
+def plan(**more: Any) -> ExpansionPlan:
+    return ExpansionPlan(**{"ratios": (0.5,), "examples": 50, "method": "first-order", **more})
 
 
 # --- wider networks -------------------------------------------------------------------------------------
@@ -136,7 +128,7 @@ def test_weights_depend_on_the_seed_alone() -> None:
 @pytest.mark.parametrize("factor", [0.5, 0.0, -1.0, float("nan"), float("inf"), 65, True, "2"])
 def test_factors_that_do_not_widen(factor: Any) -> None:
     with pytest.raises(ArgumentError, match="must be a number from 1 to 64"):
-        Plan(factor=factor)
+        ExpansionPlan(factor=factor)
     with pytest.raises(ArgumentError, match="factor for 'conv1'"):
         growth_of(tiny, torch.zeros(2, 1, 8, 8)).make({"conv1": factor}, 0)
     with pytest.raises(ArgumentError, match=r"neither a torch\.nn\.Module nor a function"):
@@ -230,15 +222,15 @@ def test_five_layers_where_every_layer_is_a_block_and_one_stage_of_a_resnet() ->
     for model, count in ((plain(), 5), (tiny(0.25).eval(), 1)):
         seen = bottlenecks(sosp.score(model, (x, y), method="first-order"), ratios=[0.3, 0.5])
         growth = growth_of(model, x)
-        found = choice_of(seen, growth, Plan())
+        found = choice_of(seen, growth, ExpansionPlan())
         assert len(found.blocks) == count
         others = [share for block, share in found.removed.items() if block not in found.blocks]
         assert max(found.removed[b] for b in found.blocks) <= min(others)
         assert found.constant.target == growth.params(found.factors)
         assert set(found.factors.values()) == {2.0}
-    assert len(choice_of(seen, growth, Plan(blocks=2)).blocks) == 2
+    assert len(choice_of(seen, growth, ExpansionPlan(blocks=2)).blocks) == 2
     with pytest.raises(ArgumentError, match="blocks=40 are to be widened, but the network has 3: layer1, layer2"):
-        choice_of(seen, growth, Plan(blocks=40))
+        choice_of(seen, growth, ExpansionPlan(blocks=40))
 
 
 # --- the whole procedure --------------------------------------------------------------------------------
@@ -409,7 +401,7 @@ def test_bad_courses(courses: list[Course], words: str, data: Dataset) -> None:
 )
 def test_bad_plans(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
-        Plan(**options)
+        ExpansionPlan(**options)
     with pytest.raises(ArgumentError, match="before"):
         Course("a", "net", before=-1)
 

@@ -20,8 +20,8 @@ from sosp.errors import ArgumentError
 from sosp.graph.plan import plan_removal
 from sosp.refit import Absent, plan
 from sosp.scoring.criteria.obs import BLOCK, DAMPING, eliminated
-from sosp.studies.compare import Cell, Plan, compare
-from sosp.studies.compare.cells import Cells
+from sosp.studies.compare.cells import Cell, Cells, ComparisonPlan
+from sosp.studies.compare.measure import compare
 from test_repair import inputs, off
 
 
@@ -335,7 +335,7 @@ def test_compare_repairs_where_asked(tmp_path: Path) -> None:
     data = replace(whole, train=whole.train.subset(300, 0), test=whole.test.subset(100, 0))
     torch.manual_seed(0)
     model = sosp.train(Small(), data, replace(sosp.SCHEDULES["digits"], epochs=2)).model
-    asked = Plan(("random", "eigendamage"), (0.4,), examples=60, recalibrate=120)
+    asked = ComparisonPlan(("random", "eigendamage"), (0.4,), examples=60, recalibrate=120)
     before = compare(model, data, asked, folder=tmp_path)
     assert [c.repaired for c in before] == [None, None]
     after = compare(model, data, replace(asked, repair=True), folder=tmp_path)

@@ -23,7 +23,7 @@ from sosp.app.report.sections.expansion import averaged
 from sosp.app.report.sections.losses import verdict
 from sosp.app.report.sections.saliency import over_several, threshold
 from sosp.app.report.sections.streams import lanes, pieces
-from sosp.studies.compare import Summary
+from sosp.studies.compare.summary import Summary
 
 LAYERS = [("conv1", 3, 8), ("layer1.0.conv1", 8, 8), ("layer1.0.conv2", 8, 8), ("layer2.0.conv1", 8, 16)]
 EVIL = '<script>alert("1")</script>&$x^2$'

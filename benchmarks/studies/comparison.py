@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 
 from sosp.app.run.folder import read_record
-from sosp.studies.compare import Cell, Summary, summaries
-from sosp.studies.compare.cells import Cells
+from sosp.studies.compare.cells import Cell, Cells
+from sosp.studies.compare.summary import Summary, summaries
 
 COMMAND = """<!-- not run: needs CIFAR-10 and weights -->
 ```sh

@@ -10,29 +10,65 @@ tuned = sosp.train(small, sosp.data.load("cifar10", "datasets/"), "cifar")    # 
 sosp.save("small.safetensors", tuned.model, mask)
 """
 
-from sosp import baselines as learned
-from sosp import data, errors, nets
-from sosp.baselines.eigendamage import Eigendamaged, eigendamage
-from sosp.graph import Flow, trace
-from sosp.graph.cost import Cost
-from sosp.graph.latency import Latency, latency
-from sosp.graph.mask import Mask, masked
-from sosp.graph.plan import count
-from sosp.graph.records import Layer, Saliency, Structures
-from sosp.graph.structures import downsampling, find_structures
-from sosp.pipeline import Pruned, prune, train
-from sosp.refit import Repaired, repair
-from sosp.scoring.passes import SlowPathWarning
-from sosp.scoring.score import METHODS, score
-from sosp.selection.select import select
-from sosp.studies import paper as experiments
-from sosp.studies.bottlenecks import Bottlenecks, bottlenecks
-from sosp.studies.compare import compare
-from sosp.studies.expand import expand
-from sosp.surgery.checkpoint import load, save
-from sosp.surgery.shrink import shrink
-from sosp.surgery.widen import widen
-from sosp.training import SCHEDULES, Accuracy, Schedule, Speed, Trained, evaluate, recalibrate
+from typing import TYPE_CHECKING
+
+from sosp.core.lazy import attach
+
+if TYPE_CHECKING:  # for type checkers and editors; at run time a name is imported when it is first used
+    from sosp import baselines as learned
+    from sosp import data, errors, extend, nets
+    from sosp.baselines.eigendamage import Eigendamaged, eigendamage
+    from sosp.graph.cost import Cost
+    from sosp.graph.flow import Flow, trace
+    from sosp.graph.latency import Latency, latency
+    from sosp.graph.mask import Mask, masked
+    from sosp.graph.plan import count
+    from sosp.graph.records import Layer, Saliency, Structures
+    from sosp.graph.structures import downsampling, find_structures
+    from sosp.pipeline import Pruned, prune, train
+    from sosp.refit import Repaired, repair
+    from sosp.scoring.passes import SlowPathWarning
+    from sosp.scoring.score import METHODS, score
+    from sosp.selection.select import select
+    from sosp.studies import paper as experiments
+    from sosp.studies.bottlenecks.find import bottlenecks
+    from sosp.studies.bottlenecks.record import Bottlenecks
+    from sosp.studies.compare.measure import compare
+    from sosp.studies.expand.search import expand
+    from sosp.surgery.checkpoint import inspect, load, save
+    from sosp.surgery.shrink import shrink
+    from sosp.surgery.widen import widen
+    from sosp.training import SCHEDULES, Accuracy, Schedule, Speed, Trained, evaluate, recalibrate
+else:
+    _ROOMS = "core graph scoring selection surgery refit training nets data baselines studies extend errors"
+    __getattr__, __dir__ = attach(
+        __name__,
+        names={
+            "sosp.pipeline": "prune Pruned train",
+            "sosp.graph.flow": "trace Flow",
+            "sosp.graph.structures": "find_structures downsampling",
+            "sosp.graph.records": "Structures Layer Saliency",
+            "sosp.scoring.score": "score METHODS",
+            "sosp.scoring.passes": "SlowPathWarning",
+            "sosp.selection.select": "select",
+            "sosp.graph.mask": "Mask masked",
+            "sosp.baselines.eigendamage": "eigendamage Eigendamaged",
+            "sosp.surgery.shrink": "shrink",
+            "sosp.surgery.widen": "widen",
+            "sosp.graph.plan": "count",
+            "sosp.graph.cost": "Cost",
+            "sosp.graph.latency": "latency Latency",
+            "sosp.refit": "repair Repaired",
+            "sosp.studies.compare.measure": "compare",
+            "sosp.studies.bottlenecks.find": "bottlenecks",
+            "sosp.studies.bottlenecks.record": "Bottlenecks",
+            "sosp.studies.expand.search": "expand",
+            "sosp.training": "Trained Schedule SCHEDULES Speed evaluate Accuracy recalibrate",
+            "sosp.surgery.checkpoint": "save load inspect",
+        },
+        modules={"learned": "sosp.baselines", "experiments": "sosp.studies.paper"}
+        | {room: f"sosp.{room}" for room in _ROOMS.split()},
+    )
 
 __version__ = "0.1.0"
 
@@ -48,6 +84,6 @@ __all__ = [
     "compare",
     "bottlenecks", "Bottlenecks", "expand",
     "train", "Trained", "Schedule", "SCHEDULES", "Speed", "evaluate", "Accuracy", "recalibrate",
-    "save", "load",
-    "nets", "data", "learned", "experiments", "errors", "__version__",
+    "save", "load", "inspect",
+    "nets", "data", "learned", "experiments", "extend", "errors", "__version__",
 ]  # fmt: skip

@@ -32,9 +32,8 @@ from sosp.graph.structures import GATES
 from sosp.nets import Width
 from sosp.scoring.score import METHODS
 from sosp.selection.select import SCALES, SelectionOptions, budget_of
-from sosp.studies.compare import Plan
-from sosp.studies.expand import Plan as Expansion
-from sosp.studies.expand.plan import WHEN
+from sosp.studies.compare.cells import ComparisonPlan
+from sosp.studies.expand.plan import WHEN, ExpansionPlan
 from sosp.training import SCHEDULES, Schedule, Speed
 from sosp.training.schedule import SHAPES
 from sosp.training.speed import PRECISIONS
@@ -217,7 +216,7 @@ class Comparing:
     repair: bool = option(FLAG, "Also repair every cut network, with as many images.", False)
 
     def __post_init__(self) -> None:
-        Plan(self.methods or tuple(METHODS), self.ratios, self.seeds)  # which refuses what makes no sense
+        ComparisonPlan(self.methods or tuple(METHODS), self.ratios, self.seeds)  # which refuses what makes no sense
 
 
 @dataclass(frozen=True)
@@ -240,10 +239,10 @@ class Expanding:
     def __post_init__(self) -> None:
         self.plan()
 
-    def plan(self, **more: Any) -> Expansion:
+    def plan(self, **more: Any) -> ExpansionPlan:
         """What an expansion is told, which refuses what makes no sense."""
         names = ("factor", "blocks", "probe", "when", "ratios", "sizes")
-        return Expansion(**{name: getattr(self, name) for name in names}, **more)
+        return ExpansionPlan(**{name: getattr(self, name) for name in names}, **more)
 
 
 @dataclass(frozen=True)

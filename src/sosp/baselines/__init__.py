@@ -1,9 +1,27 @@
-"""Methods that learn what to remove, in a training or a search, instead of scoring a network as it is."""
+"""Methods of other papers that train, search or rewrite a network, instead of scoring it as it is."""
 
-from sosp.baselines.amc_search import amc
-from sosp.baselines.gal_training import gal
-from sosp.baselines.learned import Learned
-from sosp.baselines.slimming import Slimming
-from sosp.baselines.variational_training import variational
+from typing import TYPE_CHECKING
 
-__all__ = ["Slimming", "variational", "gal", "amc", "Learned"]
+from sosp.core.lazy import attach
+
+if TYPE_CHECKING:
+    from sosp.baselines.amc_search import amc
+    from sosp.baselines.eigendamage import Eigendamaged, rebuild
+    from sosp.baselines.gal_training import gal
+    from sosp.baselines.learned import Learned
+    from sosp.baselines.slimming import Slimming
+    from sosp.baselines.variational_training import variational
+else:
+    __getattr__, __dir__ = attach(
+        __name__,
+        {
+            "sosp.baselines.slimming": "Slimming",
+            "sosp.baselines.variational_training": "variational",
+            "sosp.baselines.gal_training": "gal",
+            "sosp.baselines.amc_search": "amc",
+            "sosp.baselines.learned": "Learned",
+            "sosp.baselines.eigendamage": "Eigendamaged rebuild",
+        },
+    )
+
+__all__ = ["Slimming", "variational", "gal", "amc", "Learned", "Eigendamaged", "rebuild"]

@@ -5,14 +5,33 @@
 >>> saliency = sosp.score(model, data.train.subset(1000, seed=0).ordered(batch=250))
 """
 
-from sosp.data.cifar import cifar10, cifar100
-from sosp.data.embedded import digits
-from sosp.data.files import Folder, UnreadableWarning
-from sosp.data.folders import folder
-from sosp.data.inspection import inspect
-from sosp.data.registry import load
-from sosp.data.resident import Resident
-from sosp.data.source import Dataset, Source
+from typing import TYPE_CHECKING
+
+from sosp.core.lazy import attach
+
+if TYPE_CHECKING:
+    from sosp.data.cifar import cifar10, cifar100
+    from sosp.data.embedded import digits
+    from sosp.data.files import Folder, UnreadableWarning
+    from sosp.data.folders import folder
+    from sosp.data.inspection import inspect
+    from sosp.data.registry import load
+    from sosp.data.resident import Resident
+    from sosp.data.source import Dataset, Source
+else:
+    __getattr__, __dir__ = attach(
+        __name__,
+        {
+            "sosp.data.registry": "load",
+            "sosp.data.cifar": "cifar10 cifar100",
+            "sosp.data.folders": "folder",
+            "sosp.data.embedded": "digits",
+            "sosp.data.inspection": "inspect",
+            "sosp.data.source": "Dataset Source",
+            "sosp.data.resident": "Resident",
+            "sosp.data.files": "Folder UnreadableWarning",
+        },
+    )
 
 __all__ = [
     "load",

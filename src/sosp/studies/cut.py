@@ -26,7 +26,7 @@ from sosp.scoring.score import METHODS, check_structures
 from sosp.selection.select import select
 from sosp.studies import train_groups
 from sosp.studies.cells import Pruned, Trained
-from sosp.studies.compare import Plan
+from sosp.studies.compare.cells import ComparisonPlan
 from sosp.studies.setting import Bench
 from sosp.studies.starting_networks import begun_with, opened
 from sosp.studies.workload import BATCH, Work, prepared
@@ -79,7 +79,9 @@ class Cutter:
         """Structures as the cell wants them: all layers but the last and those on the downsampling path."""
         key = (cell.gate, cell.examples, cell.method if "coupled" in METHODS[cell.method].needs else "")
         if key not in self.works:
-            plan = Plan((cell.method,), examples=cell.examples, gate=cell.gate, exclude=downsampling(self.model))
+            plan = ComparisonPlan(
+                (cell.method,), examples=cell.examples, gate=cell.gate, exclude=downsampling(self.model)
+            )
             self.works[key] = prepared(self._seen(cell), self.bench.data(cell.start.data), plan, self.bench.device)
         return self.works[key]
 

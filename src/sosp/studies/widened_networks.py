@@ -11,7 +11,9 @@ from sosp import nets
 from sosp.core.documents import read_json, write_json
 from sosp.graph.structures import downsampling
 from sosp.studies.cells import Grown, Trained
-from sosp.studies.expand import Growth, Plan, Setup, chosen, growth_of
+from sosp.studies.expand.growth import Growth, growth_of
+from sosp.studies.expand.plan import ExpansionPlan, Setup
+from sosp.studies.expand.search import chosen
 from sosp.studies.setting import Bench
 
 
@@ -34,7 +36,7 @@ def choose(bench: Bench, grown: Grown, root: nn.Module) -> None:
     path = _file(bench, grown)
     if path.is_file():
         return
-    plan = Plan(
+    plan = ExpansionPlan(
         examples=grown.examples,
         gate=grown.gate,
         exclude=downsampling(root),

@@ -15,7 +15,7 @@ from sosp.data import Dataset
 from sosp.graph.records import Saliency, Structures
 from sosp.graph.structures import find_structures
 from sosp.scoring.score import METHODS, check_structures, score
-from sosp.studies.compare.cells import Plan
+from sosp.studies.compare.cells import ComparisonPlan
 
 BATCH = 250  # of the data that is scored with; passes cut it to what fits
 
@@ -26,7 +26,7 @@ class Work:
 
     model: nn.Module
     data: Dataset
-    plan: Plan
+    plan: ComparisonPlan
     device: torch.device
     example: Any
     made: dict[str, Structures] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Work:
         return time.perf_counter()
 
 
-def prepared(model: nn.Module, data: Dataset, plan: Plan, device: torch.device | str | None) -> Work:
+def prepared(model: nn.Module, data: Dataset, plan: ComparisonPlan, device: torch.device | str | None) -> Work:
     """Everything that can be refused is refused here, before hours are spent."""
     first = next(iter(model.parameters())).device if device is None else torch.device(device)
 

@@ -1,13 +1,32 @@
 """Train, evaluate and recalibrate networks; nothing here knows of pruning."""
 
-from sosp.training.callback import Companion
-from sosp.training.checkpoints import CheckpointWarning
-from sosp.training.evaluation import Accuracy, evaluate
-from sosp.training.recalibration import recalibrate
-from sosp.training.results import Epoch, Moment, Trained
-from sosp.training.schedule import SCHEDULES, Schedule
-from sosp.training.speed import SlowTrainingWarning, Speed
-from sosp.training.start import train
+from typing import TYPE_CHECKING
+
+from sosp.core.lazy import attach
+
+if TYPE_CHECKING:
+    from sosp.training.callback import Companion
+    from sosp.training.checkpoints import CheckpointWarning
+    from sosp.training.evaluation import Accuracy, evaluate
+    from sosp.training.recalibration import recalibrate
+    from sosp.training.results import Epoch, Moment, Trained
+    from sosp.training.schedule import SCHEDULES, Schedule
+    from sosp.training.speed import SlowTrainingWarning, Speed
+    from sosp.training.start import train
+else:
+    __getattr__, __dir__ = attach(
+        __name__,
+        {
+            "sosp.training.start": "train",
+            "sosp.training.results": "Trained Epoch Moment",
+            "sosp.training.schedule": "Schedule SCHEDULES",
+            "sosp.training.speed": "Speed SlowTrainingWarning",
+            "sosp.training.callback": "Companion",
+            "sosp.training.evaluation": "evaluate Accuracy",
+            "sosp.training.recalibration": "recalibrate",
+            "sosp.training.checkpoints": "CheckpointWarning",
+        },
+    )
 
 __all__ = [
     "train",

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from sosp.app.report.headline import networks
 from sosp.graph.cost import Cost
-from sosp.studies.compare import states
+from sosp.studies.compare.summary import states
 
 Facts = Mapping[str, Any]
 

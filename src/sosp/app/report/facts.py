@@ -12,8 +12,8 @@ from sosp.app.run.folder import CELLS, DETAILS, METRICS, SALIENCY, Record, Run, 
 from sosp.core.documents import read_json
 from sosp.errors import RunError
 from sosp.selection.saved_saliency import SavedSaliency, read_saliency
-from sosp.studies.compare import Summary, summaries
 from sosp.studies.compare.cells import Cells
+from sosp.studies.compare.summary import Summary, summaries
 from sosp.surgery.checkpoint import inspect
 from sosp.training import Epoch
 

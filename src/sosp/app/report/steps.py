@@ -11,7 +11,8 @@ from sosp.app.report.section import Section
 from sosp.app.run.folder import FILES
 from sosp.nets.by_name import parse
 from sosp.scoring.score import METHODS
-from sosp.studies.compare import Plan, states
+from sosp.studies.compare.cells import ComparisonPlan
+from sosp.studies.compare.summary import states
 
 
 def loading(config: Config, path: str) -> list[str]:
@@ -66,7 +67,7 @@ def _winner(facts: Facts) -> tuple[str, str] | None:
 def _again(config: Config, method: str) -> list[str]:
     """The model, the data and the choices that a method was compared with, as words of a command."""
     how, usual = config.prune or Pruning(), Pruning()
-    groups = Plan((method,), (0.5,), groups=how.groups).groups_for(method)
+    groups = ComparisonPlan((method,), (0.5,), groups=how.groups).groups_for(method)
     flags = {
         "--weights": config.model.weights,
         "--width": _width(config.model.width),

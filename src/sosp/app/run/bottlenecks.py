@@ -17,8 +17,9 @@ from sosp.graph.records import Saliency, Structures
 from sosp.nets.by_name import parse
 from sosp.scoring.score import check_structures, score
 from sosp.selection.saved_saliency import SavedSaliency
-from sosp.studies.bottlenecks import Bottlenecks, bottlenecks
-from sosp.studies.expand import settled
+from sosp.studies.bottlenecks.find import bottlenecks
+from sosp.studies.bottlenecks.record import Bottlenecks
+from sosp.training.initial_statistics import settled
 
 
 def prepare_look(config: Config, *, data: bool) -> Job:

@@ -15,8 +15,9 @@ from sosp.errors import ArgumentError, StructureError
 from sosp.graph.plan import count
 from sosp.graph.structures import downsampling, find_structures
 from sosp.scoring.score import METHODS
-from sosp.studies.compare import Plan, Summary, compare, summaries
-from sosp.studies.compare.summary import FIGURES
+from sosp.studies.compare.cells import ComparisonPlan
+from sosp.studies.compare.measure import compare
+from sosp.studies.compare.summary import FIGURES, Summary, summaries
 from sosp.studies.workload import check_method, prepared
 from sosp.training import evaluate
 
@@ -28,12 +29,12 @@ SLOW = ("exact",)  # S Hessian-vector products; asked for by name only
 TABLE = "comparison.csv"
 
 
-def plan_of(job: Job) -> Plan:
+def plan_of(job: Job) -> ComparisonPlan:
     """What the sections [compare] and [prune] say."""
     section, how = job.config.compare, job.config.prune or Pruning()
     assert section is not None
     keep = (*(how.exclude or ()), *(() if how.downsampling else downsampling(job.start)))
-    plan = Plan(
+    plan = ComparisonPlan(
         methods=section.methods or ("sosp-h",),
         ratios=section.ratios,
         seeds=section.seeds,
@@ -48,7 +49,7 @@ def plan_of(job: Job) -> Plan:
     return plan if section.methods is not None else _all(job, plan)
 
 
-def _all(job: Job, plan: Plan) -> Plan:
+def _all(job: Job, plan: ComparisonPlan) -> ComparisonPlan:
     """Every method that this network allows."""
     fit = []
     options: dict[str, Any] = {"gate": plan.gate, "exclude": plan.exclude}
@@ -59,7 +60,7 @@ def _all(job: Job, plan: Plan) -> Plan:
         except (ArgumentError, StructureError):
             continue
         fit += [name] * (name not in SLOW)
-    return Plan(**{**vars(plan), "methods": tuple(fit)})
+    return ComparisonPlan(**{**vars(plan), "methods": tuple(fit)})
 
 
 def check_comparison(job: Job) -> None:

@@ -18,8 +18,10 @@ from sosp.core.documents import write_text
 from sosp.errors import ArgumentError
 from sosp.graph.structures import downsampling
 from sosp.nets.by_name import parse
-from sosp.studies.expand import Plan, Point, Setup, expand, growth_of
-from sosp.studies.expand.growth import Growth, Make, check_growth
+from sosp.studies.expand.growth import Growth, Make, check_growth, growth_of
+from sosp.studies.expand.plan import ExpansionPlan, Setup
+from sosp.studies.expand.points import Point
+from sosp.studies.expand.search import expand
 from sosp.training import Epoch
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 COLUMNS = [f.name for f in fields(Point) if f.name not in ("blocks", "layers")]
 
 
-def plan_for(job: Job) -> Plan:
+def plan_for(job: Job) -> ExpansionPlan:
     """What the sections [expand] and [prune] say."""
     how, section = job.config.prune or Pruning(), job.config.expand
     assert section is not None

@@ -23,8 +23,7 @@ from sosp.nets.by_name import parse
 from sosp.pipeline import Pruned
 from sosp.selection.greedy import ranks_of
 from sosp.selection.saved_saliency import read_saliency
-from sosp.studies.bottlenecks import bottlenecks
-from sosp.studies.bottlenecks.find import CostOf
+from sosp.studies.bottlenecks.find import CostOf, bottlenecks
 from sosp.training import evaluate
 
 POINTS = 8  # along the way, the whole mask being the last one

@@ -28,9 +28,9 @@ from sosp.pipeline import Pruned, cut, repaired_cut, train
 from sosp.refit import Repaired
 from sosp.scoring.score import score
 from sosp.selection.saved_saliency import keep_saliency
-from sosp.studies.expand import settled
 from sosp.surgery.checkpoint import save
 from sosp.training import Epoch, evaluate, recalibrate
+from sosp.training.initial_statistics import settled
 from sosp.training.watcher import Watcher
 
 BATCH = 250  # of the data that is scored with; passes cut it to what fits

@@ -15,7 +15,7 @@ from sosp.scoring.score import METHODS
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """What is compared."""
 
     methods: tuple[str, ...]

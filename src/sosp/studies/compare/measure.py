@@ -15,7 +15,7 @@ from sosp.errors import DisconnectedError
 from sosp.pipeline import train
 from sosp.refit import repair
 from sosp.scoring.score import METHODS
-from sosp.studies.compare.cells import Cell, Cells, Plan
+from sosp.studies.compare.cells import Cell, Cells, ComparisonPlan
 from sosp.studies.compare.cut import Cutter, cutter
 from sosp.studies.workload import Work, prepared
 from sosp.surgery.fold_norms import folded
@@ -29,7 +29,7 @@ OnCell = Callable[[Cell], None]
 def compare(
     model: nn.Module,
     data: Dataset,
-    plan: Plan,
+    plan: ComparisonPlan,
     *,
     schedule: Schedule | None = None,
     folder: str | Path | None = None,

@@ -20,9 +20,10 @@ from sosp.graph.plan import count
 from sosp.graph.records import Saliency
 from sosp.pipeline import cut, train
 from sosp.selection.select import select
-from sosp.studies.bottlenecks import Bottlenecks, bottlenecks
+from sosp.studies.bottlenecks.find import bottlenecks
+from sosp.studies.bottlenecks.record import Bottlenecks
 from sosp.studies.expand.folder import claim
-from sosp.studies.expand.plan import Course, Plan, Setup
+from sosp.studies.expand.plan import Course, ExpansionPlan, Setup
 from sosp.studies.expand.points import Point, Points
 from sosp.studies.workload import Work, prepared
 from sosp.surgery.checkpoint import inspect, save
@@ -42,7 +43,7 @@ class Scene:
 
     networks: Networks  # as they are initialised
     data: Dataset
-    plan: Plan
+    plan: ExpansionPlan
     setup: Setup
     points: Points
 
@@ -51,7 +52,7 @@ def run_courses(
     networks: Networks,
     courses: Sequence[Course],
     data: Dataset,
-    plan: Plan | None = None,
+    plan: ExpansionPlan | None = None,
     setup: Setup | None = None,
     *,
     trained: Networks | None = None,
@@ -61,7 +62,7 @@ def run_courses(
     ``networks``: as they are initialised. ``trained``: those that went through their first cycle already. Sizes that
     are shares of parameters are shares of the first network's. With a folder, all that is done is kept there.
     """
-    plan, setup = plan or Plan(), setup or Setup()
+    plan, setup = plan or ExpansionPlan(), setup or Setup()
     _check(networks, courses)
     claim(plan, setup)
     scene = Scene(networks, data, plan, setup, Points(setup.place))
@@ -126,7 +127,7 @@ def _chunks(names: list[str]) -> Iterable[list[str]]:
 # --- the cut --------------------------------------------------------------------------------------------
 
 
-def scored(model: nn.Module, data: Dataset, plan: Plan, setup: Setup, method: str) -> tuple[Work, Saliency]:
+def scored(model: nn.Module, data: Dataset, plan: ExpansionPlan, setup: Setup, method: str) -> tuple[Work, Saliency]:
     """The network on its device, and its saliency; one that was never trained is settled first."""
     model = model if setup.device is None else copy.deepcopy(model).to(setup.device)
     work = prepared(settled(model, data.train, setup.seed), data, plan.scoring(method), setup.device)

@@ -11,13 +11,13 @@ from typing import Any
 
 from sosp.core import distributed
 from sosp.errors import CheckpointError
-from sosp.studies.expand.plan import Plan, Setup
+from sosp.studies.expand.plan import ExpansionPlan, Setup
 from sosp.training.schedule import schedule_of
 
 PLAN = "plan.json"
 
 
-def claim(plan: Plan, setup: Setup) -> None:
+def claim(plan: ExpansionPlan, setup: Setup) -> None:
     """Make the folder this plan's, with this seed and these schedules; refuse one that is another's."""
     if setup.place is None:
         return

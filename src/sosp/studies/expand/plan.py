@@ -11,7 +11,7 @@ import torch
 
 from sosp.errors import ArgumentError, one_of, whole_number
 from sosp.studies.bottlenecks.removals import check_ratios
-from sosp.studies.compare import Plan as Scoring
+from sosp.studies.compare.cells import ComparisonPlan
 from sosp.studies.expand.growth import check_factor
 from sosp.studies.expand.points import Point
 from sosp.training import Epoch, Moment, Schedule, Speed
@@ -20,7 +20,7 @@ WHEN = ("trained", "init")
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExpansionPlan:
     """How structures are scored, how many go, and what is widened."""
 
     ratios: tuple[float, ...] = (0.3, 0.5, 0.7)  # of the structures go
@@ -51,9 +51,11 @@ class Plan:
                 raise ArgumentError(f"size={size!r} must be a share of the parameters, up to 1, or a number of them.")
         self.scoring(self.method)  # which refuses a method that is not known
 
-    def scoring(self, method: str) -> Scoring:
+    def scoring(self, method: str) -> ComparisonPlan:
         """What a comparison is told."""
-        return Scoring((method,), examples=self.examples, gate=self.gate, groups=self.groups, exclude=self.exclude)
+        return ComparisonPlan(
+            (method,), examples=self.examples, gate=self.gate, groups=self.groups, exclude=self.exclude
+        )
 
     def budgets(self, params: int) -> tuple[tuple[str, float], ...]:
         """``("ratio", 0.5)`` or ``("params", 426509)``, for a first network of so many parameters."""

@@ -12,13 +12,14 @@ from sosp.data import Dataset
 from sosp.errors import ArgumentError, CheckpointError
 from sosp.nets import Width
 from sosp.pipeline import train
-from sosp.studies.bottlenecks import Bottlenecks, bottlenecks
+from sosp.studies.bottlenecks.find import bottlenecks
+from sosp.studies.bottlenecks.record import Bottlenecks
 from sosp.studies.bottlenecks.removals import RATIOS
 from sosp.studies.expand.courses import run_courses, scored, shares
 from sosp.studies.expand.folder import claim, read_json, write_json
 from sosp.studies.expand.growth import Growth, Make, check_growth, growth_of
 from sosp.studies.expand.matching_width import Constant, matching
-from sosp.studies.expand.plan import Course, Plan, Setup
+from sosp.studies.expand.plan import Course, ExpansionPlan, Setup
 from sosp.studies.expand.points import Point
 
 LAYERS = 5  # that are widened where every layer is a block, as the paper does for VGG
@@ -46,7 +47,7 @@ class Expanded:
 def expand(
     network: nn.Module | Make,
     data: Dataset,
-    plan: Plan | None = None,
+    plan: ExpansionPlan | None = None,
     setup: Setup | None = None,
     *,
     trained: nn.Module | None = None,
@@ -60,7 +61,7 @@ def expand(
     ``plan.when="init"``: blocks are found and networks pruned before any training, and then trained once (App. A.11).
     ``trained``: the network as it is, trained already. ``base``: its width, where the function makes it from another.
     """
-    plan, setup = plan or Plan(), setup or Setup()
+    plan, setup = plan or ExpansionPlan(), setup or Setup()
     claim(plan, setup)
     example, _ = next(iter(data.train.ordered(batch=8, limit=8)))
     growth = growth_of(network, example, base)
@@ -78,21 +79,21 @@ def expand(
 
 
 def init_or_trained(
-    network: nn.Module, data: Dataset, plan: Plan | None = None, setup: Setup | None = None
+    network: nn.Module, data: Dataset, plan: ExpansionPlan | None = None, setup: Setup | None = None
 ) -> tuple[Point, ...]:
     """Prune a trained network, or one that is not: both are trained for two cycles in all (App. A.9)."""
     courses = [Course("train-pruning", "network"), Course("init-pruning", "network", before=0, after=2)]
     return run_courses({"network": network}, courses, data, plan, setup)
 
 
-def chosen(growth: Growth, model: nn.Module, data: Dataset, plan: Plan, setup: Setup) -> Choice:
+def chosen(growth: Growth, model: nn.Module, data: Dataset, plan: ExpansionPlan, setup: Setup) -> Choice:
     """What to widen, by the saliency of a network that is trained, or that is not."""
     _, saliency = scored(model, data, plan, setup, plan.method)
     seen = bottlenecks(saliency, ratios=sorted({*RATIOS, plan.probe}))
     return choice_of(seen, growth, plan)
 
 
-def choice_of(seen: Bottlenecks, growth: Growth, plan: Plan) -> Choice:
+def choice_of(seen: Bottlenecks, growth: Growth, plan: ExpansionPlan) -> Choice:
     """The blocks that lose least at ``plan.probe``, and the constant that costs as many parameters."""
     alone = all(len(block.layers) == 1 for block in seen.blocks)
     count = plan.blocks or (min(LAYERS, len(seen.blocks)) if alone else 1)

@@ -62,7 +62,7 @@ def refuse_hooks(model: nn.Module) -> None:
             raise CheckpointError(
                 "the model is masked, which a checkpoint does not hold. Shrink it with sosp.shrink; or save the model "
                 "that was masked with mask=..., and mask it again after loading: "
-                "sosp.surgery.checkpoint.inspect(path).mask."
+                "sosp.inspect(path).mask."
             )
 
 

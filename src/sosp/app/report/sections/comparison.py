@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 from sosp.app.report.facts import Facts
 from sosp.app.report.section import Cell, Number, Section, Table, large, many, whole
 from sosp.app.report.theme import BLUE, GREEN, INK, MUTED, PURPLE, SMALL, VERMILLION, Plot, blank
-from sosp.studies.compare import Summary, states
+from sosp.studies.compare.summary import Summary, states
 
 # Accuracy -> how it came about.
 STATES = {

@@ -9,7 +9,7 @@ from typing import Any
 from sosp.app.report.facts import Facts
 from sosp.app.report.section import Cell, Number, Section, Table, large, share, whole
 from sosp.app.report.sections.comparison import COSTS, curve
-from sosp.studies.compare import Summary
+from sosp.studies.compare.summary import Summary
 
 Points = Sequence[Mapping[str, Any]]  # as they stand in result.json
 # Key of a point -> the figure of a summary.
