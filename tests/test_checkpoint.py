@@ -33,7 +33,7 @@ from sosp.core.scatter import Nothing, Scatter
 from sosp.errors import CheckpointError
 from sosp.graph.recipe import Placing, Recipe, apply
 from sosp.graph.records import Layer
-from sosp.surgery.checkpoint import Saved, inspect, load, save
+from sosp.surgery.checkpoint import Saved, inspect, load, save, shapes
 from sosp.surgery.checkpoint.record import DTYPES
 
 # --- round trips
@@ -243,7 +243,7 @@ def test_buffers_outside_the_state_dict_are_cut_but_keep_the_models_numbers(tmp_
     cut = deepcopy(model)
     recipe = Recipe(slices={"table": {0: torch.tensor([4, 1, 0])}, "scale": {0: torch.tensor([4, 1, 0])}})
     apply(cut, recipe)
-    cut.sosp_recipes, cut.sosp_shapes = (recipe,), sosp.surgery.checkpoint.shapes(model)
+    cut.sosp_recipes, cut.sosp_shapes = (recipe,), shapes(model)
     save(tmp_path / "cut", cut)
     found = load(tmp_path / "cut", model)
     assert torch.equal(found.table, model.table[[4, 1, 0]])

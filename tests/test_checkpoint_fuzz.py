@@ -22,7 +22,7 @@ from sosp.core import files as file
 from sosp.errors import CheckpointError
 from sosp.graph.recipe import Placing, Recipe, apply
 from sosp.graph.records import Layer
-from sosp.surgery.checkpoint import load, save
+from sosp.surgery.checkpoint import load, save, shapes
 from sosp.surgery.checkpoint.record import DTYPES
 
 Target = tuple[Path, nn.Module, nn.Module, Any]  # the file, the original network, the saved one, all of the original
@@ -48,7 +48,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         passed=("1",),
     )
     apply(small, recipe)
-    small.sosp_recipes, small.sosp_shapes = (recipe,), sosp.surgery.checkpoint.shapes(model)
+    small.sosp_recipes, small.sosp_shapes = (recipe,), shapes(model)
     mask = sosp.Mask("filters", (Layer("0", 4, 1, ("1",), 1.0, 2.0, 3.0),), {"0": index([1])}, 8, 1, {"1": index([1])})
     path = tmp_path_factory.mktemp("fuzz") / "net"
     save(path, small, mask)

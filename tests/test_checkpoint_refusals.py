@@ -21,7 +21,7 @@ from checkpoints import check_same, document_of, everything, leftovers, network,
 from sosp.core import files as file
 from sosp.errors import ArgumentError, CheckpointError
 from sosp.graph.recipe import Recipe
-from sosp.surgery.checkpoint import inspect, load, save
+from sosp.surgery.checkpoint import inspect, load, save, shapes
 
 Files = tuple[Path, nn.Module, nn.Module]  # a file, the original network, the saved one
 
@@ -314,7 +314,7 @@ def test_claimed_widths_allocate_nothing(saved: Files) -> None:
 def test_buffers_outside_the_file_do_not_grow_without_bound(tmp_path: Path) -> None:
     model, _ = network("tied")
     wide = Recipe(slices={"table": {0: torch.zeros(6 * 65, dtype=torch.long)}})
-    model.sosp_recipes, model.sosp_shapes = (wide,), sosp.surgery.checkpoint.shapes(model)
+    model.sosp_recipes, model.sosp_shapes = (wide,), shapes(model)
     save(tmp_path / "wide", model)
     check_refused(tmp_path / "wide", network("tied")[0], "makes 'table' more than 64 times larger")
 

@@ -14,6 +14,7 @@ from sosp.app.config import build
 from sosp.app.run.bottlenecks import disjoint, prepare_look
 from sosp.app.run.folder import SALIENCY, network_of, read_record
 from sosp.errors import ArgumentError
+from sosp.selection.saved_saliency import keep_saliency
 
 NET = ("sosp:digits_resnet", "--data", "small.py:make", "--width", "0.25")
 ONCE = ("--schedule", "digits", "--epochs", "1", "--batch", "50")
@@ -179,7 +180,7 @@ def test_the_bottlenecks_of_a_run(trained: Path, here: Path) -> None:
     assert again["subsamples"] == 2
     assert all(b["stability"] in (0, 0.5, 1) for b in again["blocks"])
     # The same numbers as the run's own mask has.
-    mask = sosp.surgery.checkpoint.inspect(here / "pruned" / "small.safetensors").mask
+    mask = sosp.inspect(here / "pruned" / "small.safetensors").mask
     assert mask is not None
     layers = {layer["name"]: layer for layer in kept["layers"]}
     for layer in mask.layers:
@@ -245,5 +246,5 @@ def test_a_saliency_of_other_layers_is_refused(trained: Path, here: Path) -> Non
     call("prune", "trained", "--ratio", "0.5", "--method", "first-order", "--no-curve", "--out", "pruned")
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
     saliency = sosp.score(model, (torch.randn(4, 4), torch.tensor([0, 1, 1, 0])))
-    sosp.selection.saved_saliency.keep_saliency(here / "pruned" / SALIENCY, saliency, sosp.select(saliency, ratio=0.3))
+    keep_saliency(here / "pruned" / SALIENCY, saliency, sosp.select(saliency, ratio=0.3))
     assert "is of other layers than its network has" in refusal("bottlenecks", "pruned", "--subsamples", "0")
