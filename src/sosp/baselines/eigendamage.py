@@ -133,13 +133,31 @@ def eigendamage(
     replace: str = "smaller",
     generator: torch.Generator | None = None,
 ) -> Eigendamaged:
-    """A copy of ``model`` in which layers are bottleneck blocks, ``ratio`` of all directions removed.
+    """Replace layers by three-layer blocks in the eigenbasis of their Kronecker factors (Wang et al. 2019).
 
-    The directions are the eigenvectors of each layer's Kronecker factors, one per input and one per output channel;
-    those whose removal costs least go, over all layers, at most ``cap`` of either side of a layer and never all.
-    ``fisher``: labels ``"sampled"`` from the network (the paper's), every output (``"exact"``), or ``"empirical"``.
-    ``replace``: only layers whose block has fewer parameters (``"smaller"``, the paper's; the others stay whole), or
-    ``"all"``. ``data``, ``loss``, ``examples`` as ``sosp.score`` takes them. The model itself is left as it was.
+    A direction is an eigenvector of a layer's Kronecker factors, one per input and one per output channel. The
+    directions whose removal costs least are removed, over all layers.
+
+    Args:
+        model: the network. It is not changed.
+        data: labelled data, as ``sosp.score`` takes it.
+        ratio: share of all directions to remove.
+        loss: the loss, as ``sosp.score`` takes it.
+        examples: number of examples to read; None reads all.
+        fisher: where labels come from: ``"sampled"`` draws them from the network (as in the paper), ``"exact"`` takes
+            every output, ``"empirical"`` those of the data.
+        exclude: layers to leave as they are.
+        cap: largest share of directions to remove from either side of a layer.
+        replace: ``"smaller"`` replaces only layers whose block has fewer parameters (as in the paper), ``"all"`` all.
+        generator: source of the random labels.
+
+    Returns:
+        An ``Eigendamaged`` with the network and its cost.
+
+    Raises:
+        ArgumentError: if an argument has a wrong value.
+        StructureError: if no layer can be replaced.
+        DataError: if the data is empty or does not fit the network.
     """
     one_of("replace", replace, REPLACE)
     check_share("ratio", ratio)

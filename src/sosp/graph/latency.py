@@ -42,11 +42,23 @@ def latency(
     runs: int = 30,
     warmup: int = 5,
 ) -> Any:
-    """The time of one call of ``model`` on ``example`` in eval mode, without gradients.
+    """Measure the time of one forward pass in eval mode, without gradients.
 
-    Give several networks as a dict, ``{"before": model, "after": small}``, to compare them: their calls take turns, so
-    that what disturbs one disturbs the others alike, and the result is a dict of the same names. ``device``: where to
-    run (copies are moved there); where the model is, if nothing is said. On a GPU, the GPU's own clock is read.
+    Several networks take turns, so that a disturbance affects all of them alike. On a GPU its own clock is read.
+
+    Args:
+        model: the network, or several by name, ``{"before": model, "after": small}``.
+        example: the inputs.
+        device: where to run, on copies of the networks; by default where they are.
+        runs: number of timed passes.
+        warmup: number of passes before those.
+
+    Returns:
+        A ``Latency`` in seconds, or a dict of them if ``model`` is a dict.
+
+    Raises:
+        ArgumentError: if an argument has a wrong value.
+        StructureError: if a network does not run on the example.
     """
     whole_number("runs", runs)
     whole_number("warmup", warmup, least=0)

@@ -40,7 +40,17 @@ class Mask:
     def from_removed(
         cls, model: nn.Module, removed: Mapping[str, Iterable[int] | Tensor], example: Any, *, kind: str = "filters"
     ) -> Mask:
-        """A mask written by hand: ``{"layer1.0.conv1": [0, 3]}``; or with a tensor, true for each channel that goes."""
+        """Make a mask by hand.
+
+        Args:
+            model: the network.
+            removed: layer -> channels, ``{"layer1.0.conv1": [0, 3]}``, or a tensor that is true for removed ones.
+            example: inputs for one forward pass.
+            kind: what is removed, ``"filters"`` or ``"weights"``.
+
+        Raises:
+            StructureError: if a layer or a channel does not exist or cannot be removed.
+        """
         check_network(model)
         if not isinstance(removed, Mapping):
             raise ArgumentError(
@@ -55,7 +65,12 @@ class Mask:
 
     @classmethod
     def from_structures(cls, structures: Structures, chosen: Tensor) -> Mask:
-        """The mask that removes these structures (their numbers)."""
+        """Make the mask that removes structures.
+
+        Args:
+            structures: all structures of the network.
+            chosen: numbers of those to remove.
+        """
         kind = "weights" if structures.kind == "weights" else "filters"
         removed = structures.channels_of(chosen)
         return cls(kind, structures.layers, removed, len(structures), len(chosen), _norms(structures, removed))
@@ -168,7 +183,18 @@ def check_mask(model: nn.Module, mask: Mask) -> None:
 
 
 def masked(model: nn.Module, mask: Mask) -> nn.Module:
-    """A copy of ``model`` with the mask's feature maps forced to zero; same class, trains and evaluates."""
+    """Return a copy of a network in which the feature maps of removed channels are zero; it evaluates and trains.
+
+    Args:
+        model: the network. It is not changed.
+        mask: the channels to remove, from ``sosp.select`` or ``Mask.from_removed``.
+
+    Returns:
+        A network of the same class, as large as ``model``; ``sosp.shrink`` makes it smaller.
+
+    Raises:
+        StructureError: if the mask names a layer or a channel that the network does not have.
+    """
     check_mask(model, mask)
     layers = [layer for layer in mask.layers if layer.name in mask.removed]
     twin = copy.deepcopy(model)

@@ -63,7 +63,11 @@ class Structures:
         return owner
 
     def sizes(self, what: str) -> Tensor:
-        """(S,) what a structure weighs: ``params`` and ``macs`` add up over its channels, ``kernel`` is their mean."""
+        """Return what every structure weighs, (S,).
+
+        Args:
+            what: ``"params"`` or ``"macs"``, summed over the channels of a structure, or ``"kernel"``, their mean.
+        """
         total = torch.zeros(self.count, dtype=torch.float64)
         channels = torch.zeros(self.count, dtype=torch.float64)
         for layer, ids in zip(self.layers, self.ids, strict=True):
@@ -73,7 +77,11 @@ class Structures:
         return total / channels if what == "kernel" else total
 
     def channels_of(self, chosen: Tensor) -> dict[str, Tensor]:
-        """Layer name -> the channels that make up the ``chosen`` structures (indices), sorted."""
+        """Return layer -> the channels of structures, sorted.
+
+        Args:
+            chosen: numbers of the structures.
+        """
         picked = torch.zeros(self.count + 1, dtype=torch.bool)
         picked[chosen.cpu()] = True
         picked[-1] = False  # where ids is -1
@@ -108,7 +116,11 @@ class Saliency:
         one_of("scope", self.scope, SCOPES)
 
     def with_objective(self, objective: str) -> Saliency:
-        """The same derivatives, ranked by another objective."""
+        """Return the same derivatives, ranked by another objective.
+
+        Args:
+            objective: ``"individual"``, ``"structure"``, ``"order"``, ``"joint"`` or ``"signed"``, see ``scores``.
+        """
         return replace(self, objective=objective)
 
     def to(self, device: torch.device | str) -> Saliency:

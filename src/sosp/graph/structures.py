@@ -96,10 +96,15 @@ def _flow(model: nn.Module, example: Any, tried_out: bool) -> Flow | None:
 
 
 def downsampling(model: nn.Module) -> tuple[str, ...]:
-    """Layers on the skip path where a ResNet changes its width, which the paper does not prune.
+    """Return the layers on the skip paths where a ResNet changes its width, which the paper does not prune.
 
-    Found by name, as torchvision, timm and Hugging Face spell it: ``downsample``, ``shortcut``, ``skip``.
-    ``find_structures(model, x, exclude=sosp.downsampling(model))``
+    Layers are found by name, as torchvision, timm and Hugging Face spell it: ``downsample``, ``shortcut``, ``skip``.
+
+    Args:
+        model: the network.
+
+    Returns:
+        Names for ``exclude``: ``find_structures(model, x, exclude=sosp.downsampling(model))``.
     """
     words = {"downsample", "shortcut", "skip"}
     return tuple(n for n, m in model.named_modules() if layer_type(m) and words & set(n.split(".")))

@@ -26,11 +26,21 @@ Norm = nn.modules.batchnorm._BatchNorm
 def recalibrate(
     model: nn.Module, data: Any, *, examples: int | None = 2000, batch: int = 125, seed: int = 0
 ) -> nn.Module:
-    """A copy of ``model`` whose batch norms know the mean and variance of its activations on ``data``.
+    """Return a copy of a network whose batch-norm statistics are re-estimated; nothing is trained.
 
-    ``data``: a source of ``sosp.data`` or a pair of tensors, of which ``examples`` are drawn, or (inputs, labels)
-    batches, which are all used; labels are not. Of a dataset, the training part is taken. The statistics are averages
-    over batches of their means and unbiased variances, weighted by their sizes. All else runs in eval mode.
+    The statistics are averages over batches of their means and unbiased variances, weighted by batch size. All other
+    modules run in eval mode.
+
+    Args:
+        model: the network. It is not changed.
+        data: a dataset of ``sosp.data`` (its training part is used), a source or a pair of tensors, from which
+            ``examples`` are drawn; or batches, which are all used. Labels are not read.
+        examples: number of examples to draw; None takes all.
+        batch: examples per batch.
+        seed: seed of the draw.
+
+    Raises:
+        DataError: if the data is empty or does not fit the network.
     """
     small = copy.deepcopy(model)
     norms = [m for m in small.modules() if isinstance(m, Norm) and m.running_mean is not None]

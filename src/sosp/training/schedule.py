@@ -67,7 +67,12 @@ class Schedule:
             raise ArgumentError("nesterov=True needs momentum.")
 
     def rate_at(self, epoch: int, share: float) -> float:
-        """The rate in epoch ``epoch`` (from 0), of which ``share`` has passed."""
+        """Return the learning rate at a time.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            share: share of the epoch that has passed.
+        """
         time = epoch + share
         if time < self.warmup:
             return self.rate * time / self.warmup

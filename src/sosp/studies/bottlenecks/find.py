@@ -29,19 +29,28 @@ def bottlenecks(
     alpha: float = 0.05,
     cost: CostOf | None = None,
 ) -> Bottlenecks:
-    """Which layers and blocks are too narrow, which are over-wide, and widths that would even it out.
+    """Find the layers and blocks that are too narrow or wider than needed, and the widths that would even that out.
 
-    ``given``: a saliency, or masks of one network at one or several ratios. ``ratios``: overall shares to remove by
-    the saliency, 0.1 to 0.9 unless told otherwise. ``again``: saliencies from other examples, for the stability.
-    ``structures``: those that masks (or a saliency from a file) come from; without them every layer is a block.
-    ``blocks``: block -> layers or patterns, in place of the stages that the network's adds make.
+    If all S structures were alike, removing n of them would hit a part of m structures like a blind draw:
+    hypergeometric(S, m, n). A part is "too narrow" if it loses fewer than chance allows, and "over-wide" if it loses
+    more, at half of the ratios at least, at level ``alpha`` with Holm's correction for the number of parts, and if the
+    recommended factor changes the width of its narrowest layer. Otherwise it is "as needed". The factor is the kept
+    share of the part over the kept share of all structures, the median over the ratios.
 
-    The rule. Were all S structures alike, n of them removed would hit a part of m structures like a draw without
-    looking: hypergeometric(S, m, n). A part is "too narrow" if it loses too little for that, and "over-wide" if too
-    much, at half of the ratios at least (``chance.merged``), corrected for the number of parts by Holm, at level
-    ``alpha``; and if evening it out changes the width of its narrowest layer. Otherwise it is "as needed". The factor
-    that would even a part out is the share of it that is kept over the share of all that is kept, the median over the
-    ratios. ``cost``: layer -> factor to ``Cost``, for networks whose widths are better counted otherwise.
+    Args:
+        given: a saliency, or masks of one network at one or several ratios.
+        ratios: overall shares to remove by the saliency; by default 0.1 to 0.9.
+        again: saliencies from other examples, which measure how stable the result is.
+        structures: the structures that masks, or a saliency from a file, come from; without them a block is a layer.
+        blocks: block -> layers or patterns; by default the stages that the network's adds make.
+        alpha: probability of any false verdict.
+        cost: layer -> factor to ``Cost``, for networks whose widths must be counted differently.
+
+    Returns:
+        A ``Bottlenecks`` with a verdict and a factor for every layer and block.
+
+    Raises:
+        ArgumentError: if nothing is given to judge, or the ratios are no shares.
     """
     if not is_number(alpha) or not 0 < alpha < 1:
         raise ArgumentError(f"alpha={alpha!r} must be a number between 0 and 1.")

@@ -52,7 +52,11 @@ class Bottlenecks:
         return {b.name: float(f"{b.factor:.2g}") for b in self.blocks if b.verdict != FITTING}
 
     def widths(self, factors: Mapping[str, float]) -> dict[str, float]:
-        """Layer -> factor, from block -> factor; what ``sosp.widen`` and ``width=`` take."""
+        """Return layer -> factor, as ``sosp.widen`` and ``width=`` take it.
+
+        Args:
+            factors: block -> factor.
+        """
         layers = {b.name: b.layers for b in self.blocks}
         return {layer: factor for name, factor in factors.items() for layer in layers[name]}
 
@@ -65,11 +69,17 @@ class Bottlenecks:
         return ", ".join(widen + shrink) or "keep the widths as they are"
 
     def least(self, count: int, at: float) -> tuple[Part, ...]:
-        """The ``count`` blocks that lose the smallest share where the overall ratio is nearest to ``at``."""
+        """Return the blocks that lose the smallest share of their structures.
+
+        Args:
+            count: how many blocks.
+            at: overall ratio; the nearest of those measured is taken.
+        """
         place = min(range(len(self.ratios)), key=lambda i: abs(self.ratios[i] - at))
         return tuple(sorted(self.blocks, key=lambda b: b.removed[place])[:count])
 
     def as_dict(self) -> dict[str, Any]:
+        """Return all facts as plain data, for JSON."""
         return {**asdict(self), "factors": self.factors, "advice": self.advice}
 
     def __str__(self) -> str:

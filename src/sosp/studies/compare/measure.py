@@ -37,12 +37,25 @@ def compare(
     speed: Speed | None = None,
     on_cell: OnCell | None = None,
 ) -> tuple[Cell, ...]:
-    """A cell for every method, ratio and seed of the plan: accuracy after the cut alone, with batch norm statistics
-    taken anew, repaired where the plan says so, and, with a ``schedule``, after fine-tuning; parameters and MACs;
-    seconds to score.
+    """Prune one network by many methods at many ratios, and measure what remains.
 
-    With ``folder`` every cell that is done is kept there and not measured again. ``on_cell`` is told of each one that
-    is new. The model is left as it was.
+    Args:
+        model: the network. It is not changed.
+        data: a dataset of ``sosp.data``.
+        plan: methods, ratios, seeds and options, a ``sosp.studies.ComparisonPlan``.
+        schedule: how every pruned network is fine-tuned; None does not fine-tune.
+        folder: where finished cells are kept; they are not measured again.
+        device: where to compute; by default where the network is.
+        speed: how to fine-tune fast, see ``sosp.train``.
+        on_cell: called with every new cell.
+
+    Returns:
+        A ``Cell`` for every method, ratio and seed: accuracy after the cut, with re-estimated batch-norm statistics,
+        repaired if the plan asks for it, and fine-tuned; parameters, MACs, seconds to score.
+
+    Raises:
+        ArgumentError: if an argument has a wrong value.
+        StructureError: if the network lacks what a method needs.
     """
     work = prepared(model, data, plan, device)
     place = None if folder is None else Path(folder)

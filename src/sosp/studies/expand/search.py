@@ -53,13 +53,27 @@ def expand(
     trained: nn.Module | None = None,
     base: Width = 1.0,
 ) -> Expanded:
-    """Train, find the least pruned blocks, widen them, start anew, train, prune and train again (Sec. 3.3).
+    """Train, find the least pruned blocks, widen them, train the wider network from the start, prune it, train again.
 
-    ``network``: a function of its width (``lambda width: sosp.nets.resnet56(width=width)``), or any module, which is
-    widened by ``sosp.widen`` and whose layers are drawn anew. Beside "expand" two other courses are run: "vanilla",
-    the network as it is, and "widen", every layer by the constant that gives the parameters of "expand".
-    ``plan.when="init"``: blocks are found and networks pruned before any training, and then trained once (App. A.11).
-    ``trained``: the network as it is, trained already. ``base``: its width, where the function makes it from another.
+    This is expand-pruning (Sec. 3.3 of the paper). Two baselines are run in the same way: "vanilla", the network as it
+    is, and "widen", every layer wider by the constant that gives as many parameters as "expand". With
+    ``plan.when="init"``, blocks are found and networks pruned before any training, and then trained once (App. A.11).
+
+    Args:
+        network: a function of the width, ``lambda width: sosp.nets.resnet56(width=width)``, or a module, which
+            ``sosp.widen`` widens and whose layers are initialised again.
+        data: a dataset of ``sosp.data``.
+        plan: what is widened and how far networks are pruned, a ``sosp.studies.ExpansionPlan``.
+        setup: schedule, device, folder and seed, a ``sosp.studies.Setup``.
+        trained: the trained "vanilla" network; None trains it.
+        base: the width at which the function makes the "vanilla" network.
+
+    Returns:
+        An ``Expanded`` with the choice of blocks and the measured points.
+
+    Raises:
+        ArgumentError: if an argument has a wrong value, or the network has too few blocks.
+        CheckpointError: if the folder holds another expansion.
     """
     plan, setup = plan or ExpansionPlan(), setup or Setup()
     claim(plan, setup)

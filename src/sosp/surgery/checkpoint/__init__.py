@@ -31,10 +31,18 @@ from sosp.surgery.checkpoint.record import Saved, encode
 
 
 def save(path: str | Path, small: nn.Module, mask: Mask | None = None) -> None:
-    """Write a network that ``sosp.shrink`` made (or any other), and the mask if given, to one file.
+    """Write a pruned network, and its mask if given, to one safetensors file.
 
-    The file appears, or replaces an older one, only when it is complete. Numbers are stored as they are, NaN included.
-    Hooks, optimisers, buffers outside the state dict and the network's code are not stored.
+    The file appears, or replaces an older one, only when it is complete. Hooks, optimisers, buffers outside the state
+    dict and the network's code are not stored.
+
+    Args:
+        path: the file.
+        small: a network made by ``sosp.shrink``, or any other.
+        mask: the mask it was made with.
+
+    Raises:
+        CheckpointError: if the network cannot be stored or the file cannot be written.
     """
     file, model = as_path(path), plain(small)
     if mask is not None and not isinstance(mask, Mask):
@@ -50,12 +58,20 @@ def save(path: str | Path, small: nn.Module, mask: Mask | None = None) -> None:
 
 
 def load(path: str | Path, model: nn.Module) -> nn.Module:
-    """The network in the file: a copy of ``model``, the original one before shrinking, made into it.
+    """Read a pruned network from a file. Nothing in the file is executed.
 
-    ``model`` is an instance of the same class with any weights, and is not changed. Its class must have the name of
-    the saved one or inherit from one that has, in whatever module it is defined now (a script's ``__main__`` moves).
-    Tensors come with the type and memory layout they were saved with, on the devices of ``model``; train or eval mode,
-    ``requires_grad``, hooks and buffers outside the state dict are those of ``model``. Nothing in the file is executed.
+    Args:
+        path: a file written by ``sosp.save``.
+        model: the network before pruning, with any weights. It is not changed. Its class must have the name of the
+            saved one or inherit from a class that has; the module it is defined in does not matter.
+
+    Returns:
+        A copy of ``model`` made into the saved network. Tensors have the saved type and memory layout and the devices
+        of ``model``; train or eval mode, ``requires_grad``, hooks and buffers outside the state dict are those of
+        ``model``.
+
+    Raises:
+        CheckpointError: if the file is damaged, or not of this network.
     """
     file, original = as_path(path), plain(model)
     with about(file):
@@ -74,7 +90,14 @@ def load(path: str | Path, model: nn.Module) -> nn.Module:
 
 
 def inspect(path: str | Path) -> Saved:
-    """What a file says about the model in it, and its mask; the file is checked as in ``load``."""
+    """Read what a file says about the network in it, and its mask, without the network.
+
+    Args:
+        path: a file written by ``sosp.save``.
+
+    Raises:
+        CheckpointError: if the file is damaged.
+    """
     file = as_path(path)
     with about(file):
         return _read(file)[0]
