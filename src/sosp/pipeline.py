@@ -200,28 +200,28 @@ def train(
     On a CPU, a training that continues from a checkpoint gives the same bits as one that never stopped.
 
     Args:
-        model: the network, or several by name, ``{"a": model, "b": other}``. It is not changed.
-        data: a dataset of ``sosp.data``, a pair of tensors (inputs, labels), a loader, or (training data, test data)
+        model: The network, or several by name, ``{"a": model, "b": other}``. It is not changed.
+        data: A dataset of ``sosp.data``, a pair of tensors (inputs, labels), a loader, or (training data, test data)
             of any of these.
-        schedule: a ``sosp.Schedule`` or the name of one in ``sosp.SCHEDULES``.
-        folder: where checkpoints are written, after every epoch (large ones at most twice a minute), every
+        schedule: A ``sosp.Schedule`` or the name of one in ``sosp.SCHEDULES``.
+        folder: Where checkpoints are written, after every epoch (large ones at most twice a minute), every
             ``save_every`` seconds and on Ctrl-C. Training continues from the newest one.
-        seed: seed of all random numbers; for several networks it may be a dict.
-        device: where the network is trained; by default where it is.
-        speed: precision, memory layout, CUDA graphs, compilation; by default what suits the device.
-        teacher: the network whose outputs ``schedule.distill`` compares with.
-        companion: a callback with its own loss terms, parameters and steps, see ``sosp.training.Companion``.
-        on_epoch: called with the network's name and the ``Epoch`` after every epoch.
-        on_step: called with the steps done, all steps and the ``Moment`` during an epoch.
-        save_every: seconds between checkpoints within an epoch.
+        seed: Seed of all random numbers; for several networks it may be a dict.
+        device: Where the network is trained; by default where it is.
+        speed: Precision, memory layout, CUDA graphs, compilation; by default what suits the device.
+        teacher: The network whose outputs ``schedule.distill`` compares with.
+        companion: A callback with its own loss terms, parameters and steps, see ``sosp.training.Companion``.
+        on_epoch: Called with the network's name and the ``Epoch`` after every epoch.
+        on_step: Called with the steps done, all steps and the ``Moment`` during an epoch.
+        save_every: Seconds between checkpoints within an epoch.
 
     Returns:
         A ``sosp.Trained``, or a dict of them if ``model`` is a dict.
 
     Raises:
-        ArgumentError: if an argument has a wrong value, or no parameter can be trained.
-        DataError: if the data is empty or does not fit the network.
-        TrainingError: if the loss becomes infinite or NaN.
+        ArgumentError: If an argument has a wrong value, or no parameter can be trained.
+        DataError: If the data is empty or does not fit the network.
+        TrainingError: If the loss becomes infinite or NaN.
     """
     from sosp import training
     from sosp.surgery.pad_widths import with_room

@@ -139,25 +139,25 @@ def eigendamage(
     directions whose removal costs least are removed, over all layers.
 
     Args:
-        model: the network. It is not changed.
-        data: labelled data, as ``sosp.score`` takes it.
-        ratio: share of all directions to remove.
-        loss: the loss, as ``sosp.score`` takes it.
-        examples: number of examples to read; None reads all.
-        fisher: where labels come from: ``"sampled"`` draws them from the network (as in the paper), ``"exact"`` takes
+        model: The network. It is not changed.
+        data: Labelled data, as ``sosp.score`` takes it.
+        ratio: Share of all directions to remove.
+        loss: The loss, as ``sosp.score`` takes it.
+        examples: Number of examples to read; None reads all.
+        fisher: Where labels come from: ``"sampled"`` draws them from the network (as in the paper), ``"exact"`` takes
             every output, ``"empirical"`` those of the data.
-        exclude: layers to leave as they are.
-        cap: largest share of directions to remove from either side of a layer.
+        exclude: Layers to leave as they are.
+        cap: Largest share of directions to remove from either side of a layer.
         replace: ``"smaller"`` replaces only layers whose block has fewer parameters (as in the paper), ``"all"`` all.
-        generator: source of the random labels.
+        generator: Source of the random labels.
 
     Returns:
         An ``Eigendamaged`` with the network and its cost.
 
     Raises:
-        ArgumentError: if an argument has a wrong value.
-        StructureError: if no layer can be replaced.
-        DataError: if the data is empty or does not fit the network.
+        ArgumentError: If an argument has a wrong value.
+        StructureError: If no layer can be replaced.
+        DataError: If the data is empty or does not fit the network.
     """
     one_of("replace", replace, REPLACE)
     check_share("ratio", ratio)

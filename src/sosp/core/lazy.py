@@ -14,9 +14,9 @@ def attach(
     """Return the functions ``__getattr__`` and ``__dir__`` of a package.
 
     Args:
-        package: the name of the package.
-        names: module -> the names that come from it, separated by spaces.
-        modules: name -> the module that it stands for.
+        package: The name of the package.
+        names: Module -> the names that come from it, separated by spaces.
+        modules: Name -> the module that it stands for.
     """
     places = {name: module for module, given in names.items() for name in given.split()}
     modules = modules or {}

@@ -16,7 +16,7 @@ def import_package(name: str) -> ModuleType:
     """Import an optional package, or a module of one.
 
     Raises:
-        SospError: if it is not installed, with the command that installs it; or if it cannot be imported.
+        SospError: If it is not installed, with the command that installs it; or if it cannot be imported.
     """
     package = name.partition(".")[0]
     try:

@@ -47,18 +47,18 @@ def latency(
     Several networks take turns, so that a disturbance affects all of them alike. On a GPU its own clock is read.
 
     Args:
-        model: the network, or several by name, ``{"before": model, "after": small}``.
-        example: the inputs.
-        device: where to run, on copies of the networks; by default where they are.
-        runs: number of timed passes.
-        warmup: number of passes before those.
+        model: The network, or several by name, ``{"before": model, "after": small}``.
+        example: The inputs.
+        device: Where to run, on copies of the networks; by default where they are.
+        runs: Number of timed passes.
+        warmup: Number of passes before those.
 
     Returns:
         A ``Latency`` in seconds, or a dict of them if ``model`` is a dict.
 
     Raises:
-        ArgumentError: if an argument has a wrong value.
-        StructureError: if a network does not run on the example.
+        ArgumentError: If an argument has a wrong value.
+        StructureError: If a network does not run on the example.
     """
     whole_number("runs", runs)
     whole_number("warmup", warmup, least=0)

@@ -43,13 +43,13 @@ class Mask:
         """Make a mask by hand.
 
         Args:
-            model: the network.
-            removed: layer -> channels, ``{"layer1.0.conv1": [0, 3]}``, or a tensor that is true for removed ones.
-            example: inputs for one forward pass.
-            kind: what is removed, ``"filters"`` or ``"weights"``.
+            model: The network.
+            removed: Layer -> channels, ``{"layer1.0.conv1": [0, 3]}``, or a tensor that is true for removed ones.
+            example: Inputs for one forward pass.
+            kind: What is removed, ``"filters"`` or ``"weights"``.
 
         Raises:
-            StructureError: if a layer or a channel does not exist or cannot be removed.
+            StructureError: If a layer or a channel does not exist or cannot be removed.
         """
         check_network(model)
         if not isinstance(removed, Mapping):
@@ -68,8 +68,8 @@ class Mask:
         """Make the mask that removes structures.
 
         Args:
-            structures: all structures of the network.
-            chosen: numbers of those to remove.
+            structures: All structures of the network.
+            chosen: Numbers of those to remove.
         """
         kind = "weights" if structures.kind == "weights" else "filters"
         removed = structures.channels_of(chosen)
@@ -186,14 +186,14 @@ def masked(model: nn.Module, mask: Mask) -> nn.Module:
     """Return a copy of a network in which the feature maps of removed channels are zero; it evaluates and trains.
 
     Args:
-        model: the network. It is not changed.
-        mask: the channels to remove, from ``sosp.select`` or ``Mask.from_removed``.
+        model: The network. It is not changed.
+        mask: The channels to remove, from ``sosp.select`` or ``Mask.from_removed``.
 
     Returns:
         A network of the same class, as large as ``model``; ``sosp.shrink`` makes it smaller.
 
     Raises:
-        StructureError: if the mask names a layer or a channel that the network does not have.
+        StructureError: If the mask names a layer or a channel that the network does not have.
     """
     check_mask(model, mask)
     layers = [layer for layer in mask.layers if layer.name in mask.removed]

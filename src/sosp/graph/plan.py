@@ -43,23 +43,22 @@ def plan_removal(flow: Flow, mask: Mask, style: Style | None = None) -> Plan:
 
 
 def count(model: nn.Module, example: Any, mask: Mask | None = None, *, convention: str = "exact") -> Cost:
-    """Count the parameters and MACs of a network, or of what ``sosp.shrink(model, mask, example)`` makes of it.
+    """Return the parameters and MACs of ``model``, or of what ``sosp.shrink(model, mask, example)`` makes of it.
 
     Args:
-        model: the network.
-        example: inputs for one forward pass; MACs are those of one example.
-        mask: the channels to remove; None counts the network as it is.
-        convention: ``"exact"`` counts the network that is built, where a channel of a stream is removed only if every
-            branch that feeds it removes it. ``"alternative"`` takes the outputs of the previous layer as the inputs
-            of a layer, as if the skips were adapted (the paper's App. D): it counts fewer, for comparisons with
-            papers that count so.
+        model: The network.
+        example: Inputs as ``model(...)`` takes them: a tensor, a tuple of arguments or a dict of keyword arguments.
+        mask: What is removed; None for the whole network.
+        convention: ``"exact"`` counts the network that is built. A channel of a stream disappears only if it is dead
+            in every branch that feeds it. ``"alternative"`` takes as the inputs of a layer the outputs of the layer
+            before it in the chain, as if the skips were adapted (the paper's App. D). It counts fewer, is comparable
+            with papers that count in this way, and is equal for a network without a mask.
 
     Returns:
-        A ``Cost`` with ``params``, ``macs`` and a row per layer.
+        The cost of the network, layer by layer.
 
     Raises:
-        ArgumentError: if the convention is not known.
-        StructureError: if the mask does not fit the network.
+        StructureError: The network cannot be followed, or the mask is of single weights or of another network.
     """
     one_of("convention", convention, CONVENTIONS)
     flow = follow(model, example)

@@ -80,7 +80,7 @@ class Structures:
         """Return layer -> the channels of structures, sorted.
 
         Args:
-            chosen: numbers of the structures.
+            chosen: Numbers of the structures.
         """
         picked = torch.zeros(self.count + 1, dtype=torch.bool)
         picked[chosen.cpu()] = True

@@ -101,7 +101,7 @@ def downsampling(model: nn.Module) -> tuple[str, ...]:
     Layers are found by name, as torchvision, timm and Hugging Face spell it: ``downsample``, ``shortcut``, ``skip``.
 
     Args:
-        model: the network.
+        model: The network.
 
     Returns:
         Names for ``exclude``: ``find_structures(model, x, exclude=sosp.downsampling(model))``.

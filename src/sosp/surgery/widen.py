@@ -28,18 +28,18 @@ def widen(model: nn.Module, factors: Mapping[str, float], example: Any, *, init:
     """Return a copy of a network whose layers have more output channels.
 
     Args:
-        model: the network. It is not changed.
-        factors: layer, container or pattern -> factor, ``{"layer1": 2.0, "conv1": 1.5}``. Layers that feed one stream
+        model: The network. It is not changed.
+        factors: Layer, container or pattern -> factor, ``{"layer1": 2.0, "conv1": 1.5}``. Layers that feed one stream
             have one width, the largest that is asked of any of them.
-        example: inputs for one forward pass.
+        example: Inputs for one forward pass.
         init: ``"random"`` keeps the old weights and draws the new ones as the layer itself does when it is made;
             ``"copy"`` repeats channels and divides the weights that read them, so that the network computes the same
             function (Net2Net, Chen et al. 2016).
 
     Raises:
-        ArgumentError: if a factor is no number from 1.
-        StructureError: if a name holds no layer, or a layer cannot have the width that is asked for.
-        SurgeryError: if the wider network does not run.
+        ArgumentError: If a factor is no number from 1.
+        StructureError: If a name holds no layer, or a layer cannot have the width that is asked for.
+        SurgeryError: If the wider network does not run.
     """
     one_of("init", init, INITS)
     flow = trace(model, example)

@@ -49,17 +49,17 @@ def evaluate(
     """Measure accuracy and loss of a network in eval mode. Several processes share the work, and all get the result.
 
     Args:
-        model: the network.
-        data: a dataset of ``sosp.data`` (its test part is used), a source, a pair of tensors, or a loader.
-        batch: examples per forward pass; by default what suits the device.
-        device: where to compute, on a copy; by default where the network is.
-        limit: number of examples to read; None reads all.
+        model: The network.
+        data: A dataset of ``sosp.data`` (its test part is used), a source, a pair of tensors, or a loader.
+        batch: Examples per forward pass; by default what suits the device.
+        device: Where to compute, on a copy; by default where the network is.
+        limit: Number of examples to read; None reads all.
 
     Returns:
         An ``Accuracy`` with top-1 and top-5 shares and the mean loss.
 
     Raises:
-        DataError: if the data is empty or does not fit the network.
+        DataError: If the data is empty or does not fit the network.
     """
     where = home(model) if device is None else torch.device(device)
     twin = model if home(model) == where else copy.deepcopy(model).to(where)

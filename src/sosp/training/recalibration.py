@@ -32,15 +32,15 @@ def recalibrate(
     modules run in eval mode.
 
     Args:
-        model: the network. It is not changed.
-        data: a dataset of ``sosp.data`` (its training part is used), a source or a pair of tensors, from which
+        model: The network. It is not changed.
+        data: A dataset of ``sosp.data`` (its training part is used), a source or a pair of tensors, from which
             ``examples`` are drawn; or batches, which are all used. Labels are not read.
-        examples: number of examples to draw; None takes all.
-        batch: examples per batch.
-        seed: seed of the draw.
+        examples: Number of examples to draw; None takes all.
+        batch: Examples per batch.
+        seed: Seed of the draw.
 
     Raises:
-        DataError: if the data is empty or does not fit the network.
+        DataError: If the data is empty or does not fit the network.
     """
     small = copy.deepcopy(model)
     norms = [m for m in small.modules() if isinstance(m, Norm) and m.running_mean is not None]

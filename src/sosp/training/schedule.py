@@ -70,8 +70,8 @@ class Schedule:
         """Return the learning rate at a time.
 
         Args:
-            epoch: number of the epoch, from 0.
-            share: share of the epoch that has passed.
+            epoch: Number of the epoch, from 0.
+            share: Share of the epoch that has passed.
         """
         time = epoch + share
         if time < self.warmup:

@@ -38,19 +38,19 @@ def bottlenecks(
     share of the part over the kept share of all structures, the median over the ratios.
 
     Args:
-        given: a saliency, or masks of one network at one or several ratios.
-        ratios: overall shares to remove by the saliency; by default 0.1 to 0.9.
-        again: saliencies from other examples, which measure how stable the result is.
-        structures: the structures that masks, or a saliency from a file, come from; without them a block is a layer.
-        blocks: block -> layers or patterns; by default the stages that the network's adds make.
-        alpha: probability of any false verdict.
-        cost: layer -> factor to ``Cost``, for networks whose widths must be counted differently.
+        given: A saliency, or masks of one network at one or several ratios.
+        ratios: Overall shares to remove by the saliency; by default 0.1 to 0.9.
+        again: Saliencies from other examples, which measure how stable the result is.
+        structures: The structures that masks, or a saliency from a file, come from; without them a block is a layer.
+        blocks: Block -> layers or patterns; by default the stages that the network's adds make.
+        alpha: Probability of any false verdict.
+        cost: Layer -> factor to ``Cost``, for networks whose widths must be counted differently.
 
     Returns:
         A ``Bottlenecks`` with a verdict and a factor for every layer and block.
 
     Raises:
-        ArgumentError: if nothing is given to judge, or the ratios are no shares.
+        ArgumentError: If nothing is given to judge, or the ratios are no shares.
     """
     if not is_number(alpha) or not 0 < alpha < 1:
         raise ArgumentError(f"alpha={alpha!r} must be a number between 0 and 1.")

@@ -55,7 +55,7 @@ class Bottlenecks:
         """Return layer -> factor, as ``sosp.widen`` and ``width=`` take it.
 
         Args:
-            factors: block -> factor.
+            factors: Block -> factor.
         """
         layers = {b.name: b.layers for b in self.blocks}
         return {layer: factor for name, factor in factors.items() for layer in layers[name]}
@@ -72,8 +72,8 @@ class Bottlenecks:
         """Return the blocks that lose the smallest share of their structures.
 
         Args:
-            count: how many blocks.
-            at: overall ratio; the nearest of those measured is taken.
+            count: How many blocks.
+            at: Overall ratio; the nearest of those measured is taken.
         """
         place = min(range(len(self.ratios)), key=lambda i: abs(self.ratios[i] - at))
         return tuple(sorted(self.blocks, key=lambda b: b.removed[place])[:count])

@@ -40,22 +40,22 @@ def compare(
     """Prune one network by many methods at many ratios, and measure what remains.
 
     Args:
-        model: the network. It is not changed.
-        data: a dataset of ``sosp.data``.
-        plan: methods, ratios, seeds and options, a ``sosp.studies.ComparisonPlan``.
-        schedule: how every pruned network is fine-tuned; None does not fine-tune.
-        folder: where finished cells are kept; they are not measured again.
-        device: where to compute; by default where the network is.
-        speed: how to fine-tune fast, see ``sosp.train``.
-        on_cell: called with every new cell.
+        model: The network. It is not changed.
+        data: A dataset of ``sosp.data``.
+        plan: Methods, ratios, seeds and options, a ``sosp.studies.ComparisonPlan``.
+        schedule: How every pruned network is fine-tuned; None does not fine-tune.
+        folder: Where finished cells are kept; they are not measured again.
+        device: Where to compute; by default where the network is.
+        speed: How to fine-tune fast, see ``sosp.train``.
+        on_cell: Called with every new cell.
 
     Returns:
         A ``Cell`` for every method, ratio and seed: accuracy after the cut, with re-estimated batch-norm statistics,
         repaired if the plan asks for it, and fine-tuned; parameters, MACs, seconds to score.
 
     Raises:
-        ArgumentError: if an argument has a wrong value.
-        StructureError: if the network lacks what a method needs.
+        ArgumentError: If an argument has a wrong value.
+        StructureError: If the network lacks what a method needs.
     """
     work = prepared(model, data, plan, device)
     place = None if folder is None else Path(folder)

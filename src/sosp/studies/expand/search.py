@@ -60,20 +60,20 @@ def expand(
     ``plan.when="init"``, blocks are found and networks pruned before any training, and then trained once (App. A.11).
 
     Args:
-        network: a function of the width, ``lambda width: sosp.nets.resnet56(width=width)``, or a module, which
+        network: A function of the width, ``lambda width: sosp.nets.resnet56(width=width)``, or a module, which
             ``sosp.widen`` widens and whose layers are initialised again.
-        data: a dataset of ``sosp.data``.
-        plan: what is widened and how far networks are pruned, a ``sosp.studies.ExpansionPlan``.
-        setup: schedule, device, folder and seed, a ``sosp.studies.Setup``.
-        trained: the trained "vanilla" network; None trains it.
-        base: the width at which the function makes the "vanilla" network.
+        data: A dataset of ``sosp.data``.
+        plan: What is widened and how far networks are pruned, a ``sosp.studies.ExpansionPlan``.
+        setup: Schedule, device, folder and seed, a ``sosp.studies.Setup``.
+        trained: The trained "vanilla" network; None trains it.
+        base: The width at which the function makes the "vanilla" network.
 
     Returns:
         An ``Expanded`` with the choice of blocks and the measured points.
 
     Raises:
-        ArgumentError: if an argument has a wrong value, or the network has too few blocks.
-        CheckpointError: if the folder holds another expansion.
+        ArgumentError: If an argument has a wrong value, or the network has too few blocks.
+        CheckpointError: If the folder holds another expansion.
     """
     plan, setup = plan or ExpansionPlan(), setup or Setup()
     claim(plan, setup)

@@ -37,12 +37,12 @@ def save(path: str | Path, small: nn.Module, mask: Mask | None = None) -> None:
     dict and the network's code are not stored.
 
     Args:
-        path: the file.
-        small: a network made by ``sosp.shrink``, or any other.
-        mask: the mask it was made with.
+        path: The file.
+        small: A network made by ``sosp.shrink``, or any other.
+        mask: The mask it was made with.
 
     Raises:
-        CheckpointError: if the network cannot be stored or the file cannot be written.
+        CheckpointError: If the network cannot be stored or the file cannot be written.
     """
     file, model = as_path(path), plain(small)
     if mask is not None and not isinstance(mask, Mask):
@@ -61,8 +61,8 @@ def load(path: str | Path, model: nn.Module) -> nn.Module:
     """Read a pruned network from a file. Nothing in the file is executed.
 
     Args:
-        path: a file written by ``sosp.save``.
-        model: the network before pruning, with any weights. It is not changed. Its class must have the name of the
+        path: A file written by ``sosp.save``.
+        model: The network before pruning, with any weights. It is not changed. Its class must have the name of the
             saved one or inherit from a class that has; the module it is defined in does not matter.
 
     Returns:
@@ -71,7 +71,7 @@ def load(path: str | Path, model: nn.Module) -> nn.Module:
         ``model``.
 
     Raises:
-        CheckpointError: if the file is damaged, or not of this network.
+        CheckpointError: If the file is damaged, or not of this network.
     """
     file, original = as_path(path), plain(model)
     with about(file):
@@ -93,10 +93,10 @@ def inspect(path: str | Path) -> Saved:
     """Read what a file says about the network in it, and its mask, without the network.
 
     Args:
-        path: a file written by ``sosp.save``.
+        path: A file written by ``sosp.save``.
 
     Raises:
-        CheckpointError: if the file is damaged.
+        CheckpointError: If the file is damaged.
     """
     file = as_path(path)
     with about(file):
