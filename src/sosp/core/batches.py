@@ -239,7 +239,7 @@ def is_pair(data: Any) -> bool:
     """One pair (inputs, targets): a tuple, or a list of two that cannot both be inputs, such as images and labels."""
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         return False
-    inputs, targets = data
+    inputs, targets = data[0], data[1]
     fits = isinstance(targets, Tensor) and targets.dim() > 0 and leading(_plain(inputs)) is not None
     return fits and not (isinstance(data, list) and _alike(inputs, targets))
 
