@@ -14,6 +14,7 @@ import sosp
 from cases import Case, case, names, real_targets
 from oracles import baselines, counts, dense, gauss_newton
 from oracles.theta import thetas
+from sosp.core import distributed
 from sosp.scoring import example_gradients
 from sosp.scoring.criteria import fisher, taylor
 
@@ -194,8 +195,8 @@ def test_minibatches_are_the_same_for_any_number_of_processes(ranks: int, monkey
     """Process r of R holds the examples r, r + R, ...: each must go to the minibatch it has in all the data."""
     size, found = 4, {}
     for rank in range(ranks):
-        monkeypatch.setattr(example_gradients.ranks, "rank", lambda rank=rank: rank)
-        monkeypatch.setattr(example_gradients.ranks, "ranks", lambda: ranks)
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(distributed, "ranks", lambda: ranks)
         mine = list(range(rank, 23, ranks))
         for start in range(0, len(mine), 5):  # chunks of five
             part = mine[start : start + 5]

@@ -884,7 +884,7 @@ def test_stopped_it_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Monkey
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(reproduce.experiments, "run", stop)
+    monkeypatch.setattr("sosp.studies.paper.run", stop)
     found = call("reproduce", "runtime", "--tiny", "--results", str(tmp_path))
     assert found.exit_code == 130
     assert "Go on with the same command" in found.stdout

@@ -795,7 +795,8 @@ def test_a_loader_that_can_be_read_only_once() -> None:
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        ({"x": torch.zeros(3, 12), "labels": torch.zeros(3)}, "a batch is a dict"),
+        ({"x": torch.zeros(3, 12), "labels": torch.zeros(3)}, "labels are torch.float32"),
+        ({"x": torch.zeros(3, 12), "targets": torch.zeros(3)}, "a dict without 'labels'"),
         (torch.zeros(3, 12), "a batch is a Tensor"),
         ((torch.zeros(3, 12),), "a batch is a tuple of 1"),
         ((torch.zeros(3, 12), torch.zeros(3), torch.zeros(3)), "a batch is a tuple of 3"),

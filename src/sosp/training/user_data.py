@@ -59,6 +59,8 @@ def count(inputs: Any) -> int:
 
 
 def _check_labels(labels: Any) -> None:
+    if labels is None:
+        raise DataError("a batch is a dict without 'labels'; add a tensor of class numbers under that key.")
     if not isinstance(labels, Tensor):
         raise DataError(f"the labels are a {type(labels).__name__}; give a tensor of class numbers.")
     if labels.is_floating_point() or labels.is_complex() or not labels.dim():
