@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import sosp
 from cases import case
-from sosp.core import files as file
+from sosp.core import safetensors_files as file
 from sosp.surgery.checkpoint import load, save
 
 
@@ -159,10 +159,10 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def document_of(path: Path) -> str:
-    return file.read(path)[0]
+    return file.read_safetensors(path)[0]
 
 
 def reseal(path: Path, document: Any, tensors: dict[str, Tensor] | None = None) -> None:
     """The file with another description (and other tensors) and the right checksum, as a forger would write it."""
     text = document if isinstance(document, str) else json.dumps(document)
-    file.write(path, text, file.read(path)[1] if tensors is None else tensors)
+    file.write_safetensors(path, text, file.read_safetensors(path)[1] if tensors is None else tensors)

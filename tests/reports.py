@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from sosp.app.config import build
-from sosp.app.report.facts import Course, Facts, Layer, Point, Width
-from sosp.app.run.folder import Record
+from sosp.app.config import build_config
+from sosp.app.report.run_facts import LayerWidths, LossCurve, LossPoint, ReportLayer, RunFacts
+from sosp.app.run.run_folder import RunRecord
 from sosp.selection.saved_saliency import SavedSaliency
 from sosp.training import Accuracy, Epoch
 
@@ -43,7 +43,7 @@ def saliency(layers: list[tuple[str, int, int]], method: str = "sosp-i") -> Save
     )  # fmt: skip
 
 
-def widths(layers: list[tuple[str, int, int]]) -> tuple[Width, ...]:
+def widths(layers: list[tuple[str, int, int]]) -> tuple[LayerWidths, ...]:
     """A main stream per stage, and two inside every block."""
     found, main = [], 0
     for free, (name, inputs, outputs) in enumerate(layers, 1):
@@ -52,7 +52,7 @@ def widths(layers: list[tuple[str, int, int]]) -> tuple[Width, ...]:
             main += 1000
         before = main - 1000 if name.endswith((".0.conv1", "downsample.0")) else main
         reads = 0 if name == "conv1" else free - 1 if name.endswith(("conv2", "conv3")) else before
-        found.append(Width(name, reads, main if last else free, (inputs, inputs // 2), (outputs, outputs // 2)))
+        found.append(LayerWidths(name, reads, main if last else free, (inputs, inputs // 2), (outputs, outputs // 2)))
     return tuple(found)
 
 
@@ -67,25 +67,27 @@ def results(structures: int, removed: int, method: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def made_up(folder: Path, layers: list[tuple[str, int, int]], method: str = "sosp-i", epochs: int = 90) -> Facts:
+def made_up(folder: Path, layers: list[tuple[str, int, int]], method: str = "sosp-i", epochs: int = 90) -> RunFacts:
     """A pruning with everything that a report can show of it."""
     saved = saliency(layers, method)
     counts = [int((saved.removed & (saved.index == i)).sum()) for i in range(len(layers))]
-    shown = [Layer(n, o, k, (o, i, 3, 3), (o - k, i, 3, 3)) for (n, i, o), k in zip(layers, counts, strict=True)]
-    points = [Point(100 * k, 0.1 + 0.02 * k * k, 1 / (1 + k), 0.01 * k, 0.03 * k) for k in range(9)]
+    shown = [ReportLayer(n, o, k, (o, i, 3, 3), (o - k, i, 3, 3)) for (n, i, o), k in zip(layers, counts, strict=True)]
+    points = [LossPoint(100 * k, 0.1 + 0.02 * k * k, 1 / (1 + k), 0.01 * k, 0.03 * k) for k in range(9)]
     history = [
         Epoch(n + 1, 2 * math.exp(-n / 20), 0.8, Accuracy(0.7, 0.9, 1.1, 500), 0.1, 1.0, 10.0) for n in range(epochs)
     ]
-    config = build({"model": {"name": "sosp:resnet50"}, "data": {"name": "imagenet"}, "prune": {"method": method}})
+    config = build_config(
+        {"model": {"name": "sosp:resnet50"}, "data": {"name": "imagenet"}, "prune": {"method": method}}
+    )
     origin = {"command": ["sosp", "prune", "sosp:resnet50"], "commit": "abc", "torch": "2.13.0"}
-    return Facts(
+    return RunFacts(
         folder=folder,
-        record=Record(config, {}, origin),
+        record=RunRecord(config, {}, origin),
         results=results(len(saved.index), sum(counts), method),
         epochs={"train": tuple(history)},
         layers=tuple(shown),
         widths=widths(layers),
-        course=Course(256, tuple(points)),
+        course=LossCurve(256, tuple(points)),
         bottlenecks=None,
         saliency=saved,
         summaries=(),

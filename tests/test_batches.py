@@ -17,7 +17,7 @@ import sosp
 from cases import EXAMPLES, Case, case
 from oracles import dense, gauss_newton
 from oracles.theta import thetas
-from sosp.core.batches import PAIR, Chunk, read, rebatch
+from sosp.core.batches import PAIR, Chunk, iterate_chunks, resize_chunks
 from sosp.errors import DataError
 
 METHODS = ("sosp-h", "sosp-i", "sosp-i-diagonal", "first-order", "exact")  # those that differentiate the loss
@@ -220,7 +220,7 @@ def test_no_batch_is_read_that_is_not_needed() -> None:
 
 def subset(examples: int, seed: int | None = None, total: int = 40) -> list[int]:
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    chunks = read((torch.arange(total), torch.arange(total)), examples, generator)
+    chunks = iterate_chunks((torch.arange(total), torch.arange(total)), examples, generator)
     return [int(i) for chunk in chunks for i in chunk.inputs]
 
 
@@ -242,7 +242,7 @@ def test_a_subset_of_a_pair_covers_the_data_evenly() -> None:
 
 def test_inputs_and_targets_of_a_subset_belong_together() -> None:
     x, y = torch.randn(600, 3), torch.randn(600, 2)
-    chunks = list(read(({"a": x, "flag": True}, torch.cat([x, y], 1)), 550, None))
+    chunks = list(iterate_chunks(({"a": x, "flag": True}, torch.cat([x, y], 1)), 550, None))
     assert [c.size for c in chunks] == [PAIR, PAIR, 550 - 2 * PAIR]
     assert all(torch.equal(c.inputs["a"], c.targets[:, :3]) for c in chunks)
     assert all(c.inputs["flag"] is True for c in chunks)
@@ -275,7 +275,7 @@ def check_bookkeeping(chunks: list[Chunk], total: int) -> None:
 
 @given(counts=sizes, size=st.integers(1, 12))
 def test_rebatch_keeps_every_example_and_its_place(counts: list[int], size: int) -> None:
-    chunks = list(rebatch(numbered(counts), size))
+    chunks = list(resize_chunks(numbered(counts), size))
     check_bookkeeping(chunks, sum(counts))
     assert [c.size for c in chunks[:-1]] == [size] * (len(chunks) - 1)  # all full but the last
 
@@ -283,7 +283,7 @@ def test_rebatch_keeps_every_example_and_its_place(counts: list[int], size: int)
 @given(counts=sizes, size=st.integers(1, 12), changes=st.lists(st.booleans(), min_size=8, max_size=8))
 def test_rebatch_joins_only_what_fits_together(counts: list[int], size: int, changes: list[bool]) -> None:
     chunks = [numbered(counts, width=2 if changes[i] else 1)[i] for i in range(len(counts))]
-    found = list(rebatch(chunks, size))
+    found = list(resize_chunks(chunks, size))
     check_bookkeeping(found, sum(counts))
     assert all(c.size <= size for c in found)
 
@@ -291,7 +291,7 @@ def test_rebatch_joins_only_what_fits_together(counts: list[int], size: int, cha
 @given(counts=sizes, size=st.integers(1, 12))
 def test_rebatch_never_joins_dicts(counts: list[int], size: int) -> None:
     chunks = [Chunk({"x": c.inputs}, None, c.origin, keyed=True) for c in numbered(counts)]
-    found = list(rebatch(chunks, size))
+    found = list(resize_chunks(chunks, size))
     assert [int(i) for c in found for i in c.inputs["x"][:, 0]] == list(range(sum(counts)))
     assert all(c.keyed and len(c.origin) == 1 and c.size <= size for c in found)
 
@@ -300,7 +300,7 @@ def test_rebatch_never_joins_dicts(counts: list[int], size: int) -> None:
     counts=st.lists(st.integers(1, 6), min_size=1, max_size=5), cut=st.tuples(st.integers(0, 30), st.integers(0, 30))
 )
 def test_rows_keep_their_place(counts: list[int], cut: tuple[int, int]) -> None:
-    (joined,) = rebatch(numbered(counts), 1000)
+    (joined,) = resize_chunks(numbered(counts), 1000)
     start, stop = sorted(min(c, joined.size) for c in cut)
     part = joined.rows(start, stop)
     assert part.inputs[:, 0].tolist() == list(range(start, stop))
@@ -310,11 +310,11 @@ def test_rows_keep_their_place(counts: list[int], cut: tuple[int, int]) -> None:
 def test_chunks_of_unlike_types_stay_apart() -> None:
     a, b = numbered([2, 2])
     c = Chunk(b.inputs.double(), b.targets, b.origin)
-    assert [x.inputs.dtype for x in rebatch([a, c], 10)] == [torch.int64, torch.float64]
+    assert [x.inputs.dtype for x in resize_chunks([a, c], 10)] == [torch.int64, torch.float64]
 
 
 def test_an_example_of_a_pair_is_named_by_its_row() -> None:
-    chunks = list(read((torch.arange(600), torch.arange(600)), 300, None))
+    chunks = list(iterate_chunks((torch.arange(600), torch.arange(600)), 300, None))
     assert all(c.where(i) == f"example {int(c.inputs[i])}" for c in chunks for i in range(c.size))
     assert {c.source for c in chunks} == {"the data"}
 
@@ -326,7 +326,7 @@ def test_an_example_of_a_pair_is_named_by_its_row() -> None:
 @pytest.mark.parametrize("form", [list, iter, lambda batches: DataLoader(batches, batch_size=None)])
 def test_batches_of_inputs_are_batches_however_many(form: Any, count: int) -> None:
     batches = [torch.randn(8, 3, 4, 4) + k for k in range(count)]
-    found = list(read(form(batches), None, None, alone=True))
+    found = list(iterate_chunks(form(batches), None, None, alone=True))
     assert [chunk.targets for chunk in found] == [None] * count
     assert [chunk.origin for chunk in found] == [((k, 0, 8),) for k in range(count)]
     assert all(torch.equal(chunk.inputs, x) for chunk, x in zip(found, batches, strict=True))
@@ -334,7 +334,7 @@ def test_batches_of_inputs_are_batches_however_many(form: Any, count: int) -> No
 
 @pytest.mark.parametrize("other", [(5, 3, 4, 4), (8, 3, 6, 6), (8, 1, 4, 4)], ids=str)
 def test_two_batches_of_inputs_need_not_be_of_one_size(other: tuple[int, ...]) -> None:
-    chunks = list(read([torch.zeros(8, 3, 4, 4), torch.zeros(other)], None, None, alone=True))
+    chunks = list(iterate_chunks([torch.zeros(8, 3, 4, 4), torch.zeros(other)], None, None, alone=True))
     assert [chunk.size for chunk in chunks] == [8, other[0]]
 
 
@@ -350,7 +350,7 @@ PAIRS: dict[str, Any] = {
 @pytest.mark.parametrize("alone", [False, True])
 def test_what_can_only_be_a_pair_is_one(form: str, alone: bool) -> None:
     data = PAIRS[form](torch.randn(8, 3, 4, 4))
-    (chunk,) = read(data, None, None, alone=alone)
+    (chunk,) = iterate_chunks(data, None, None, alone=alone)
     assert chunk.size == 8
     assert torch.equal(chunk.targets, data[1])
 

@@ -14,11 +14,11 @@ from cases import case
 from oracles import chance as oracle
 from sosp.errors import ArgumentError, CheckpointError, StructureError
 from sosp.graph.records import Layer, Saliency, Structures
-from sosp.selection.saved_saliency import keep_saliency, read_saliency
-from sosp.studies.bottlenecks.blocks import blocks_of
-from sosp.studies.bottlenecks.chance import holm, merged, tails
-from sosp.studies.bottlenecks.find import bottlenecks
-from sosp.studies.bottlenecks.record import FITTING, NARROW, WIDE, Bottlenecks, Part
+from sosp.selection.saved_saliency import read_saliency, save_saliency
+from sosp.studies.bottlenecks.blocks import find_blocks
+from sosp.studies.bottlenecks.bottleneck_detection import bottlenecks
+from sosp.studies.bottlenecks.bottleneck_record import FITTING, NARROW, WIDE, BottleneckPart, Bottlenecks
+from sosp.studies.bottlenecks.significance_tests import compute_tails, correct_p_values, merge_p_values
 
 IMAGES = torch.zeros(2, 3, 32, 32)
 
@@ -35,7 +35,7 @@ def saliency_of(structures: Structures, values: Tensor, scope: str = "global") -
     return Saliency(structures, "random", None, values=values, scope=scope)
 
 
-def by_name(parts: Sequence[Part]) -> dict[str, Part]:
+def by_name(parts: Sequence[BottleneckPart]) -> dict[str, BottleneckPart]:
     return {part.name: part for part in parts}
 
 
@@ -55,26 +55,28 @@ def test_tails_are_those_of_all_draws(total: int) -> None:
             for seen in range(max(0, drawn - total + members), min(members, drawn) + 1):
                 wanted = oracle.tails_by_drawing(total, members, drawn, seen)
                 assert wanted == oracle.tails(total, members, drawn, seen)
-                assert tails(total, members, drawn, seen) == pytest.approx([float(x) for x in wanted], abs=1e-12)
+                assert compute_tails(total, members, drawn, seen) == pytest.approx(
+                    [float(x) for x in wanted], abs=1e-12
+                )
 
 
 @pytest.mark.parametrize("sizes", [(2032, 16, 1016, 0), (2032, 1152, 203, 150), (5504, 512, 2752, 200)])
 def test_tails_of_real_networks(sizes: tuple[int, int, int, int]) -> None:
     # lgamma of 5505 is 4e4: its rounding, 4e4 * 2e-16, is an error of 1e-10 of each chance at most.
     wanted = [float(x) for x in oracle.tails(*sizes)]
-    assert tails(*sizes) == pytest.approx(wanted, rel=1e-9)
+    assert compute_tails(*sizes) == pytest.approx(wanted, rel=1e-9)
 
 
 def test_p_values_of_one_hypothesis_are_merged() -> None:
-    assert merged([0.03]) == 0.03
-    assert merged([0.5, 0.01]) == pytest.approx(0.02)  # two of which only one: Bonferroni
-    assert merged([0.9, 0.02, 0.8, 0.01, 0.03]) == pytest.approx(0.03 * 5 / 3)
-    assert merged([0.9] * 5) == 1.0
+    assert merge_p_values([0.03]) == 0.03
+    assert merge_p_values([0.5, 0.01]) == pytest.approx(0.02)  # two of which only one: Bonferroni
+    assert merge_p_values([0.9, 0.02, 0.8, 0.01, 0.03]) == pytest.approx(0.03 * 5 / 3)
+    assert merge_p_values([0.9] * 5) == 1.0
 
 
 @pytest.mark.parametrize("p", [[0.01, 0.04, 0.03, 0.005], [0.5, 0.2], [0.02], [0.0, 0.0, 1.0, 0.3, 0.011]])
 def test_holm_is_its_closure(p: list[float]) -> None:
-    assert holm(p) == pytest.approx(oracle.holm_by_closure(p))
+    assert correct_p_values(p) == pytest.approx(oracle.holm_by_closure(p))
 
 
 def test_alike_structures_rarely_make_a_verdict() -> None:
@@ -160,7 +162,7 @@ def test_stability_is_the_share_of_subsamples_that_agree() -> None:
 
 def test_the_blocks_that_lose_least() -> None:
     shares = {"a": (0.1, 0.6), "b": (0.2, 0.4)}
-    parts = tuple(Part(n, (n,), 8, lost, 1.0, 1.0, FITTING) for n, lost in shares.items())
+    parts = tuple(BottleneckPart(n, (n,), 8, lost, 1.0, 1.0, FITTING) for n, lost in shares.items())
     found = Bottlenecks("random", (0.15, 0.5), parts, parts, 0.05, 0)
     assert [b.name for b in found.least(1, 0.1)] == ["a"]
     assert [b.name for b in found.least(2, 0.5)] == ["b", "a"]
@@ -192,12 +194,12 @@ STAGES = {
 def test_the_blocks_of_a_resnet_are_its_stages(name: str) -> None:
     model = sosp.nets.make(name)
     example = torch.zeros(2, 1, 8, 8) if name == "digits_resnet" else IMAGES
-    assert {b.name: len(b.layers) for b in blocks_of(sosp.find_structures(model, example))} == STAGES[name]
+    assert {b.name: len(b.layers) for b in find_blocks(sosp.find_structures(model, example))} == STAGES[name]
 
 
 def test_the_blocks_of_a_mobilenet_are_its_stages_of_several_blocks() -> None:
     """What is expanded inside a block, and filtered channel by channel, belongs to the stage it leads to."""
-    found = blocks_of(sosp.find_structures(sosp.nets.mobilenet_v2(classes=10, width=0.25), IMAGES))
+    found = find_blocks(sosp.find_structures(sosp.nets.mobilenet_v2(classes=10, width=0.25), IMAGES))
     assert [len(b.layers) for b in found] == [9, 9, 12, 9, 9, 2, 1, 1]
     assert found[0].name == "features.0.0 to features.3.conv.2"
 
@@ -205,7 +207,7 @@ def test_the_blocks_of_a_mobilenet_are_its_stages_of_several_blocks() -> None:
 @pytest.mark.parametrize("name", ["vgg19", "plainnet20"])
 def test_without_adds_every_layer_is_a_block(name: str) -> None:
     structures = sosp.find_structures(sosp.nets.make(name), IMAGES)
-    assert [b.layers for b in blocks_of(structures)] == [(layer.name,) for layer in structures.layers]
+    assert [b.layers for b in find_blocks(structures)] == [(layer.name,) for layer in structures.layers]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +223,7 @@ def test_without_adds_every_layer_is_a_block(name: str) -> None:
 )
 def test_blocks_of_small_networks(name: str, wanted: list[tuple[str, ...]]) -> None:
     c = case(name)
-    found = [b.layers for b in blocks_of(sosp.find_structures(c.model, c.inputs))]
+    found = [b.layers for b in find_blocks(sosp.find_structures(c.model, c.inputs))]
     assert sorted(map(sorted, found)) == sorted(map(sorted, wanted))
 
 
@@ -243,7 +245,7 @@ class OneStream(nn.Module):
 
 
 def test_where_one_stream_holds_everything_streams_are_blocks() -> None:
-    found = blocks_of(sosp.find_structures(OneStream(), torch.zeros(2, 4)))
+    found = find_blocks(sosp.find_structures(OneStream(), torch.zeros(2, 4)))
     assert {b.name: b.layers for b in found} == {
         "stem to down2": ("stem", "down1", "down2"),
         "up1": ("up1",),
@@ -254,15 +256,15 @@ def test_where_one_stream_holds_everything_streams_are_blocks() -> None:
 def test_blocks_by_name() -> None:
     structures = sosp.find_structures(sosp.nets.digits_resnet(), torch.zeros(2, 1, 8, 8))
     named = {"early": ["conv1", "layer1", "layer2"], "late": ["layer3.*"]}
-    found = blocks_of(structures, named)
+    found = find_blocks(structures, named)
     assert [(b.name, len(b.layers)) for b in found] == [("early", 6), ("late", 3)]
     with pytest.raises(StructureError, match=r"separates 'conv1' \(stem\) and 'layer1.0.conv2' \(rest\).*one width"):
-        blocks_of(structures, {"stem": ["conv1"], "rest": ["layer1"]})
+        find_blocks(structures, {"stem": ["conv1"], "rest": ["layer1"]})
     with pytest.raises(StructureError, match=r"names 'layer4', which is no layer here\. Did you mean"):
-        blocks_of(structures, {"a": ["layer4"]})
+        find_blocks(structures, {"a": ["layer4"]})
     with pytest.raises(ArgumentError, match="into 'a' and into 'b'"):
-        blocks_of(structures, {"a": ["layer1"], "b": ["layer1.0.conv1"]})
-    assert [b.layers for b in blocks_of(layers_of(3, 4))] == [("a",), ("b",)]  # nothing is known of its flow
+        find_blocks(structures, {"a": ["layer1"], "b": ["layer1.0.conv1"]})
+    assert [b.layers for b in find_blocks(layers_of(3, 4))] == [("a",), ("b",)]  # nothing is known of its flow
 
 
 # --- what it costs --------------------------------------------------------------------------------------
@@ -345,7 +347,7 @@ def test_a_saliency_comes_back(method: str, tmp_path: Path) -> None:
     model, x, y = digits_network()
     saliency = sosp.score(model, (x, y), method=method)
     mask = sosp.select(saliency, ratio=0.5)
-    keep_saliency(tmp_path / "s", saliency, mask)
+    save_saliency(tmp_path / "s", saliency, mask)
     found = read_saliency(tmp_path / "s")
     assert (found.method, found.scope, found.examples) == (method, "global", saliency.examples)
     assert list(found.layers) == [layer.name for layer in saliency.structures.layers]
@@ -362,7 +364,7 @@ def test_a_saliency_comes_back(method: str, tmp_path: Path) -> None:
 def test_pairs_are_kept_layer_by_layer(tmp_path: Path) -> None:
     c = case("mlp")
     saliency = sosp.score(c.model, (c.inputs, c.targets), method="exact")
-    keep_saliency(tmp_path / "s", saliency, sosp.select(saliency, ratio=0.5))
+    save_saliency(tmp_path / "s", saliency, sosp.select(saliency, ratio=0.5))
     table, pairs = read_saliency(tmp_path / "s").pairs_by_layer, saliency.pairs
     assert table is not None
     assert pairs is not None
@@ -383,7 +385,7 @@ def test_groups_of_channels_are_one_structure_in_the_file(tmp_path: Path) -> Non
     structures = sosp.find_structures(model, x, groups="coupled")
     saliency = sosp.score(model, (x, y), method="first-order", structures=structures)
     mask = sosp.select(saliency, ratio=0.4)
-    keep_saliency(tmp_path / "s", saliency, mask)
+    save_saliency(tmp_path / "s", saliency, mask)
     assert int(read_saliency(tmp_path / "s").removed.sum()) == mask.chosen
 
 
@@ -394,7 +396,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         read_saliency(tmp_path / "model")
     with pytest.raises(CheckpointError, match="there is no such file"):
         read_saliency(tmp_path / "nothing")
-    keep_saliency(tmp_path / "s", *_scored(model, x, y))
+    save_saliency(tmp_path / "s", *_scored(model, x, y))
     whole = (tmp_path / "s").read_bytes()
     (tmp_path / "s").write_bytes(whole[:-8])
     with pytest.raises(CheckpointError, match="damaged"):
@@ -419,14 +421,14 @@ def _scored(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Saliency, sosp.Mask
     ],
 )
 def test_what_a_file_claims_is_checked(name: str, change: Any, words: str, tmp_path: Path) -> None:
-    from sosp.core import files
+    from sosp.core import safetensors_files
 
     model, x, y = digits_network()
-    keep_saliency(tmp_path / "s", *_scored(model, x, y))
-    document, tensors = files.read(tmp_path / "s")
+    save_saliency(tmp_path / "s", *_scored(model, x, y))
+    document, tensors = safetensors_files.read_safetensors(tmp_path / "s")
     given = tensors.pop(name, torch.zeros(0))
     if change is not None:
         tensors[name] = change(given).contiguous()
-    files.write(tmp_path / "s", document, tensors)
+    safetensors_files.write_safetensors(tmp_path / "s", document, tensors)
     with pytest.raises(CheckpointError, match=words):
         read_saliency(tmp_path / "s")

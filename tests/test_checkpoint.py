@@ -28,13 +28,13 @@ from checkpoints import (
     some,
     state,
 )
-from sosp.core import files as file
-from sosp.core.scatter import Nothing, Scatter
+from sosp.core import safetensors_files as file
+from sosp.core.scatter import Scatter, ZeroLayer
 from sosp.errors import CheckpointError
-from sosp.graph.recipe import Placing, Recipe, apply
+from sosp.graph.recipe import Recipe, ScatterIndex, apply_recipe
 from sosp.graph.records import Layer
-from sosp.surgery.checkpoint import Saved, inspect, load, save, shapes
-from sosp.surgery.checkpoint.record import DTYPES
+from sosp.surgery.checkpoint import Saved, collect_shapes, inspect, load, save
+from sosp.surgery.checkpoint.model_record import DTYPES
 
 # --- round trips
 
@@ -63,9 +63,9 @@ def test_a_branch_that_lost_every_channel(tmp_path: Path) -> None:
     model, x = network("residual")
     mask = sosp.Mask.from_removed(model, {"block1.conv2": [0, 1, 2], "block2.conv1": [1]}, x)
     small = sosp.shrink(model, mask, x, verify=False)
-    assert any(isinstance(m, Nothing) for m in small.modules())
+    assert any(isinstance(m, ZeroLayer) for m in small.modules())
     found = check_round_trip(tmp_path / "small", model, small, x)
-    assert isinstance(found.get_submodule("block1.conv2"), Nothing)
+    assert isinstance(found.get_submodule("block1.conv2"), ZeroLayer)
 
 
 def test_scatters_are_rebuilt(tmp_path: Path) -> None:
@@ -242,8 +242,8 @@ def test_buffers_outside_the_state_dict_are_cut_but_keep_the_models_numbers(tmp_
     small = shrunk(model, x)
     cut = deepcopy(model)
     recipe = Recipe(slices={"table": {0: torch.tensor([4, 1, 0])}, "scale": {0: torch.tensor([4, 1, 0])}})
-    apply(cut, recipe)
-    cut.sosp_recipes, cut.sosp_shapes = (recipe,), shapes(model)
+    apply_recipe(cut, recipe)
+    cut.sosp_recipes, cut.sosp_shapes = (recipe,), collect_shapes(model)
     save(tmp_path / "cut", cut)
     found = load(tmp_path / "cut", model)
     assert torch.equal(found.table, model.table[[4, 1, 0]])
@@ -382,7 +382,7 @@ def test_every_field_of_the_records_is_in_the_file(tmp_path: Path) -> None:
     assert list(document["mask"]["layers"][0]) == [f.name for f in fields(Layer)]
     assert list(document) == [f.name for f in fields(Saved)]
     placings = [p for p in document["recipes"][0]["scatters"].values() if p]
-    assert list(placings[0]) == [f.name for f in fields(Placing)]
+    assert list(placings[0]) == [f.name for f in fields(ScatterIndex)]
 
 
 def test_any_reader_of_safetensors_finds_the_weights(tmp_path: Path) -> None:

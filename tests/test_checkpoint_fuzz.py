@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 import sosp
 from checkpoints import bits, check_same, everything
-from sosp.core import files as file
+from sosp.core import safetensors_files as file
 from sosp.errors import CheckpointError
-from sosp.graph.recipe import Placing, Recipe, apply
+from sosp.graph.recipe import Recipe, ScatterIndex, apply_recipe
 from sosp.graph.records import Layer
-from sosp.surgery.checkpoint import load, save, shapes
-from sosp.surgery.checkpoint.record import DTYPES
+from sosp.surgery.checkpoint import collect_shapes, load, save
+from sosp.surgery.checkpoint.model_record import DTYPES
 
 Target = tuple[Path, nn.Module, nn.Module, Any]  # the file, the original network, the saved one, all of the original
 SEEDS = st.integers(0, 2**32)
@@ -44,11 +44,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         slices={"0.weight": {0: index([0, 2, 3])}, "0.bias": {0: index([0, 2, 3])}, "table": {0: index([1])}},
         grouped={"2.weight": (index([0, 1, 2, 3]), index([[0], [0], [1], [1]]))},
         sizes={"0": {"out_channels": 3}},
-        scatters={"0": Placing(index([0, -1, 1, 2]), 1, 3)},
+        scatters={"0": ScatterIndex(index([0, -1, 1, 2]), 1, 3)},
         passed=("1",),
     )
-    apply(small, recipe)
-    small.sosp_recipes, small.sosp_shapes = (recipe,), shapes(model)
+    apply_recipe(small, recipe)
+    small.sosp_recipes, small.sosp_shapes = (recipe,), collect_shapes(model)
     mask = sosp.Mask("filters", (Layer("0", 4, 1, ("1",), 1.0, 2.0, 3.0),), {"0": index([1])}, 8, 1, {"1": index([1])})
     path = tmp_path_factory.mktemp("fuzz") / "net"
     save(path, small, mask)
@@ -169,7 +169,7 @@ def twist(document: Any, random: Random) -> None:
 def check_forged(target: Target, document: Any, tensors: dict[str, Tensor]) -> None:
     """With the right checksum: refused, or a model with the tensors of the file."""
     other = target[0].with_name("other")
-    file.write(other, json.dumps(document), tensors)
+    file.write_safetensors(other, json.dumps(document), tensors)
     found = attempt(target, other)
     if found is not None:
         mine = {name: bits(x.contiguous()) for name, x in found.state_dict().items()}
@@ -181,7 +181,7 @@ def check_forged(target: Target, document: Any, tensors: dict[str, Tensor]) -> N
 @fuzz(900)
 @given(seed=SEEDS)
 def test_forged_descriptions(target: Target, seed: int) -> None:
-    text, tensors = file.read(target[0])
+    text, tensors = file.read_safetensors(target[0])
     document, random = json.loads(text), Random(seed)
     for _ in range(random.choice([1, 1, 1, 2, 5])):
         twist(document, random)
@@ -191,7 +191,7 @@ def test_forged_descriptions(target: Target, seed: int) -> None:
 @fuzz(400)
 @given(seed=SEEDS)
 def test_forged_tensors(target: Target, seed: int) -> None:
-    text, tensors = file.read(target[0])
+    text, tensors = file.read_safetensors(target[0])
     document, random = json.loads(text), Random(seed)
     name, other = random.choice(sorted(tensors)), random.choice(sorted(tensors))
     tensors[name] = random.choice(FORGERIES)(tensors[name], random)

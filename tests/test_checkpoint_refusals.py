@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import sosp
 from checkpoints import check_same, document_of, everything, leftovers, network, reseal, shrunk, some
-from sosp.core import files as file
+from sosp.core import safetensors_files as file
 from sosp.errors import ArgumentError, CheckpointError
 from sosp.graph.recipe import Recipe
-from sosp.surgery.checkpoint import inspect, load, save, shapes
+from sosp.surgery.checkpoint import collect_shapes, inspect, load, save
 
 Files = tuple[Path, nn.Module, nn.Module]  # a file, the original network, the saved one
 
@@ -279,7 +279,7 @@ def test_recipes_that_do_not_fit_the_model(what: str, saved: Files) -> None:
 
 def test_indices_outside_the_original(saved: Files) -> None:
     path, model, _ = saved
-    document, tensors = file.read(path)
+    document, tensors = file.read_safetensors(path)
     place = json.loads(document)["recipes"][0]["slices"]["conv1.weight"]["0"]
     for value, match in [(-1, "an index of numbers from 0"), (3, "elements of '.*' along axis 0 that its shape")]:
         index = {f"sosp.index/{place}": torch.full_like(tensors[f"sosp.index/{place}"], value)}
@@ -289,7 +289,7 @@ def test_indices_outside_the_original(saved: Files) -> None:
 
 def test_extra_and_missing_tensors(saved: Files) -> None:
     path, model, _ = saved
-    document, tensors = file.read(path)
+    document, tensors = file.read_safetensors(path)
     reseal(path, document, tensors | {"extra": torch.zeros(2)})
     check_refused(path, model, r"says that 'extra' is nothing, but the file holds float32 \(2,\)")
     reseal(path, document, tensors | {"sosp.index/77": torch.zeros(2)})
@@ -314,7 +314,7 @@ def test_claimed_widths_allocate_nothing(saved: Files) -> None:
 def test_buffers_outside_the_file_do_not_grow_without_bound(tmp_path: Path) -> None:
     model, _ = network("tied")
     wide = Recipe(slices={"table": {0: torch.zeros(6 * 65, dtype=torch.long)}})
-    model.sosp_recipes, model.sosp_shapes = (wide,), shapes(model)
+    model.sosp_recipes, model.sosp_shapes = (wide,), collect_shapes(model)
     save(tmp_path / "wide", model)
     check_refused(tmp_path / "wide", network("tied")[0], "makes 'table' more than 64 times larger")
 

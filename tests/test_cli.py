@@ -16,11 +16,24 @@ from rich.console import Console
 import sosp
 from commands import call, lines, refusal
 from sosp.app import cli, demo
-from sosp.app.cli import inspect, runs
-from sosp.app.cli.progress import Bar
-from sosp.app.config import SECTIONS, Config, as_flag
-from sosp.app.options import FLAG, NUMBER, NUMBERS, SHAPE, SHARES, TEXT, TEXTS, WHOLE, WIDTHS, Kind, Option, options_of
-from sosp.core.progress import SHOWN
+from sosp.app.cli import inspection_commands, run_commands
+from sosp.app.cli.progress_bar import ProgressBar
+from sosp.app.config import SECTIONS, Config, format_flag
+from sosp.app.options import (
+    FLAG,
+    NUMBER,
+    NUMBERS,
+    SHAPE,
+    SHARES,
+    TEXT,
+    TEXTS,
+    WHOLE,
+    WIDTHS,
+    Option,
+    OptionKind,
+    collect_options,
+)
+from sosp.core.progress import ACTIVE_BARS
 from sosp.errors import OutOfMemoryError, SospError, TrainingError
 from sosp.nets import by_name
 from sosp.training import Moment
@@ -64,7 +77,7 @@ COMMANDS = pytest.mark.parametrize("command", SURFACE)
 
 
 def parameters(command: str) -> list[Any]:
-    return list(cli.load(command).params)
+    return list(cli.load_command(command).params)
 
 
 def exit_code(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -109,7 +122,7 @@ def test_help_mentions_everything(command: str) -> None:
 
 @COMMANDS
 def test_the_list_of_commands_says_what_their_help_says(command: str) -> None:
-    assert cli.load(command).help.split("\n\n")[0].replace("\n", " ") == cli.COMMANDS[command][1]
+    assert cli.load_command(command).help.split("\n\n")[0].replace("\n", " ") == cli.COMMANDS[command][1]
 
 
 def test_help_names_the_commands_and_exit_codes() -> None:
@@ -125,7 +138,7 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 
 # --- every option arrives -------------------------------------------------------------------------------
 
-SAMPLES: dict[Kind, tuple[list[str], Any]] = {
+SAMPLES: dict[OptionKind, tuple[list[str], Any]] = {
     TEXT: (["some"], "some"),
     WHOLE: (["7"], 7),
     NUMBER: (["0.25"], 0.25),
@@ -138,8 +151,8 @@ SAMPLES: dict[Kind, tuple[list[str], Any]] = {
 CASES = [
     (command, section, key)
     for command, section in (("train", "train"), ("prune", "prune"), ("finetune", "finetune"), ("prune", "run"))
-    for key in options_of(SECTIONS[section])
-] + [("prune", section, key) for section in ("model", "data") for key in options_of(SECTIONS[section])]
+    for key in collect_options(SECTIONS[section])
+] + [("prune", section, key) for section in ("model", "data") for key in collect_options(SECTIONS[section])]
 
 
 def sample(key: str, option: Option) -> tuple[list[str], Any]:
@@ -152,10 +165,10 @@ def sample(key: str, option: Option) -> tuple[list[str], Any]:
 @pytest.mark.parametrize(("command", "section", "key"), CASES)
 def test_every_option_becomes_a_key(command: str, section: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Config] = []
-    monkeypatch.setattr(runs, "launch", lambda config, *_, **__: seen.append(config))
-    option = options_of(SECTIONS[section])[key]
+    monkeypatch.setattr(run_commands, "launch_run", lambda config, *_, **__: seen.append(config))
+    option = collect_options(SECTIONS[section])[key]
     words, value = sample(key, option)
-    flag = as_flag(section, key)
+    flag = format_flag(section, key)
     given = [flag] if option.kind is FLAG else [part for word in words for part in (flag, word)]
     extra = {"samples": ["--method", "sosp-i"], "rounds": ["--repair"]}.get(key, [])
     if option.flag == "":
@@ -169,13 +182,13 @@ def test_every_option_becomes_a_key(command: str, section: str, key: str, monkey
         assert getattr(getattr(seen[1], section), key) is False
 
 
-@pytest.mark.parametrize("key", options_of(SECTIONS["run"]))
+@pytest.mark.parametrize("key", collect_options(SECTIONS["run"]))
 def test_run_takes_the_place_from_flags(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Config] = []
-    monkeypatch.setattr(runs, "launch", lambda config, *_, **__: seen.append(config))
+    monkeypatch.setattr(run_commands, "launch_run", lambda config, *_, **__: seen.append(config))
     (tmp_path / "c.toml").write_text("[model]\nname = 'sosp:resnet20'\n[prune]\n[run]\nseed = 3\nname = 'there'\n")
-    words, value = sample(key, options_of(SECTIONS["run"])[key])
-    assert call("run", tmp_path / "c.toml", as_flag("run", key), *words).exit_code == 0
+    words, value = sample(key, collect_options(SECTIONS["run"])[key])
+    assert call("run", tmp_path / "c.toml", format_flag("run", key), *words).exit_code == 0
     assert getattr(seen[0].run, key) == value
     assert seen[0].run.seed == (7 if key == "seed" else 3)
 
@@ -215,23 +228,23 @@ def test_the_entry_point_in_json_has_exit_codes(
     ],
 )
 def test_a_refusal_is_one_line(error: SospError, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "run", failing(error))
+    monkeypatch.setattr(demo, "run_demo", failing(error))
     assert refusal("demo", code=code) == str(error)
     assert lines("demo") == [{"error": str(error), "code": code}]
 
 
 def test_out_of_memory_outside_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "run", failing(torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")))
+    monkeypatch.setattr(demo, "run_demo", failing(torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")))
     assert refusal("demo").startswith("the device ran out of memory (CUDA out of memory. Tried); take a smaller batch")
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "run", failing(KeyboardInterrupt()))
+    monkeypatch.setattr(demo, "run_demo", failing(KeyboardInterrupt()))
     assert refusal("demo", code=130) == "stopped."
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(demo, "run", failing(ZeroDivisionError("ours")))
+    monkeypatch.setattr(demo, "run_demo", failing(ZeroDivisionError("ours")))
     monkeypatch.setattr(sys, "argv", ["sosp", "demo", "--json"])
     with pytest.raises(ZeroDivisionError, match="ours"):
         cli.main()
@@ -247,7 +260,7 @@ def test_warnings_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
             warnings.warn("slow, but exact", sosp.SlowPathWarning, stacklevel=1)
         raise SospError("enough")
 
-    monkeypatch.setattr(demo, "run", warn)
+    monkeypatch.setattr(demo, "run_demo", warn)
     assert call("demo").stderr == "sosp: slow, but exact\nsosp: enough\n"
     assert lines("demo") == [{"warning": "slow, but exact"}, {"error": "enough", "code": 2}]
 
@@ -290,7 +303,7 @@ def test_eval_counts_and_measures() -> None:
     words = ("eval", "sosp:digits_resnet", "--data", "digits", "--width", "0.25", "--limit", "100", "--batch", "7")
     warned, facts = lines(*words)
     assert warned["warning"] == "sosp:digits_resnet has no weights (--weights): it is as it was initialised."
-    model = by_name.make("sosp:digits_resnet", width=0.25)
+    model = by_name.build_network("sosp:digits_resnet", width=0.25)
     expected = sosp.evaluate(model, sosp.data.digits().test, limit=100)
     assert (facts["examples"], facts["top1"]) == (100, expected.top1)
     assert facts["loss"] == pytest.approx(expected.loss, rel=1e-6)
@@ -300,7 +313,7 @@ def test_eval_counts_and_measures() -> None:
 
 def test_the_looking_commands_are_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(inspect, "mask_in", lambda word: seen.append(word))
+    monkeypatch.setattr(inspection_commands, "require_mask", lambda word: seen.append(word))
     assert call("count", "sosp:digits_resnet", "--mask", "somewhere").exit_code == 0
     assert seen == ["somewhere"]
     assert "convention='exat' is not known. Did you mean 'exact'?" in refusal(
@@ -310,22 +323,22 @@ def test_the_looking_commands_are_the_library(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_bar_says_how_far_it_is_and_leaves() -> None:
     printed = io.StringIO()
-    bar = Bar(Console(file=printed, force_terminal=True, width=120))
+    bar = ProgressBar(Console(file=printed, force_terminal=True, width=120))
     for done in (1, 5):
         bar.move("train", done, 10, Moment(2, 0.5, 0.875, 12345.0))
-        assert len(SHOWN) == 1  # no other bar beside it
+        assert len(ACTIVE_BARS) == 1  # no other bar beside it
     bar.clear()
-    assert SHOWN == []
+    assert ACTIVE_BARS == []
     for words in ("train epoch 2", "50 %", "loss 0.500  accuracy 87.5%  12,345 images/s"):
         assert words in printed.getvalue()
 
 
 def test_no_bar_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = io.StringIO()
-    Bar(Console(file=printed)).move("train", 1, 10, Moment(1, None, None, 1.0))
+    ProgressBar(Console(file=printed)).move("train", 1, 10, Moment(1, None, None, 1.0))
     monkeypatch.setenv("SOSP_PROGRESS", "0")
-    Bar(Console(file=printed, force_terminal=True)).move("train", 1, 10, Moment(1, None, None, 1.0))
-    assert (printed.getvalue(), SHOWN) == ("", [])
+    ProgressBar(Console(file=printed, force_terminal=True)).move("train", 1, 10, Moment(1, None, None, 1.0))
+    assert (printed.getvalue(), ACTIVE_BARS) == ("", [])
 
 
 # --- as a program ---------------------------------------------------------------------------------------

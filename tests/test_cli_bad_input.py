@@ -114,7 +114,7 @@ def test_a_bug_that_is_not_the_users_keeps_its_traceback(here: Path, monkeypatch
     def broken(name: str) -> None:
         raise KeyError(name)
 
-    monkeypatch.setattr("sosp.nets.by_name.own.function", broken)
+    monkeypatch.setattr("sosp.nets.by_name.user_networks.load_function", broken)
     with pytest.raises(KeyError):
         call("count", "own.py:needs")
 

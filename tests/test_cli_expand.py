@@ -9,12 +9,12 @@ import torch
 
 import sosp
 from commands import call, lines, refusal
-from sosp.app.cli.expand import sections_to_look
-from sosp.app.config import build
-from sosp.app.run.bottlenecks import disjoint, prepare_look
-from sosp.app.run.folder import SALIENCY, network_of, read_record
+from sosp.app.cli.width_commands import resolve_bottleneck_target
+from sosp.app.config import build_config
+from sosp.app.run.bottleneck_search import prepare_bottleneck_job, split_examples
+from sosp.app.run.run_folder import SALIENCY, find_last_network, read_record
 from sosp.errors import ArgumentError
-from sosp.selection.saved_saliency import keep_saliency
+from sosp.selection.saved_saliency import save_saliency
 
 NET = ("sosp:digits_resnet", "--data", "small.py:make", "--width", "0.25")
 ONCE = ("--schedule", "digits", "--epochs", "1", "--batch", "50")
@@ -31,7 +31,7 @@ def make():
 PADDED = """
 import sosp
 def make():
-    return sosp.nets.cifar.CifarResNet(sosp.nets.cifar.Shape(1, base=4, inputs=1), classes=10, width=1.0, skip="A")
+    return sosp.nets.cifar_resnets.CifarResNet(sosp.nets.cifar_resnets.ResNetShape(1, base=4, inputs=1), classes=10, width=1.0, skip="A")
 """
 
 
@@ -66,7 +66,7 @@ def test_an_expansion_as_a_run(here: Path) -> None:
     assert [json.loads(x)["event"] for x in (here / "run" / "metrics.jsonl").read_text().splitlines()].count("end") == 1
     assert "another run: [expand] tuning was 2 and is 3" in refusal(*words[:-1], "3")
     with pytest.raises(sosp.errors.RunError, match="holds an expansion, which leaves several networks behind"):
-        network_of("run")
+        find_last_network("run")
     assert "holds an expansion" in refusal("eval", "run")
 
 
@@ -91,7 +91,7 @@ def test_an_expansion_that_was_stopped_goes_on(here: Path, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("sosp.studies.expand.courses._tune", stop)
+        patch.setattr("sosp.studies.expand.pruning_protocols._tune", stop)
         found = call(*words)
     assert found.exit_code == 130
     assert "Go on: sosp run run" in found.stderr
@@ -143,10 +143,10 @@ def test_widths_that_the_code_fixes_are_refused_before_any_work(here: Path) -> N
 
 
 def test_sections_that_do_not_go_together() -> None:
-    config = build({"model": {"name": "sosp:digits_resnet"}, "expand": {"ratios": [0.5]}})
+    config = build_config({"model": {"name": "sosp:digits_resnet"}, "expand": {"ratios": [0.5]}})
     assert config.stages == ("expand",)
     with pytest.raises(ArgumentError, match=r"\[expand\] ratio=2"):
-        build({"model": {"name": "a"}, "expand": {"ratios": [2]}})
+        build_config({"model": {"name": "a"}, "expand": {"ratios": [2]}})
 
 
 def test_a_file_with_other_stages_is_refused(here: Path) -> None:
@@ -205,12 +205,12 @@ def test_the_bottlenecks_of_what_kept_no_saliency(trained: Path, here: Path) -> 
 
 
 def test_subsamples_share_no_example(here: Path) -> None:
-    config = build(
+    config = build_config(
         {"model": {"name": NET[0], "width": 0.25}, "data": {"name": "small.py:make"}, "prune": {"examples": 40}}
     )
-    job = prepare_look(config, data=True)
+    job = prepare_bottleneck_job(config, data=True)
     assert job.config.prune is not None
-    parts = disjoint(job, job.config.prune, 3)
+    parts = split_examples(job, job.config.prune, 3)
     images, labels = next(iter(job.dataset.train.ordered(batch=150)))
     seen: list[int] = []
     for x, y in parts:
@@ -218,15 +218,15 @@ def test_subsamples_share_no_example(here: Path) -> None:
         assert torch.equal(labels[rows], y)
         seen += rows
     assert len(seen) == len(set(seen)) == 120
-    assert len(disjoint(job, job.config.prune, 10)[0][0]) == 15  # as many as there are for each
+    assert len(split_examples(job, job.config.prune, 10)[0][0]) == 15  # as many as there are for each
     with pytest.raises(ArgumentError, match="151 subsamples of 150 training examples leave none"):
-        disjoint(job, job.config.prune, 151)
+        split_examples(job, job.config.prune, 151)
 
 
 def test_the_bottlenecks_of_a_run_whose_data_lies_elsewhere(trained: Path, here: Path) -> None:
     assert call("prune", trained, "--ratio", "0.3", "--examples", "50", "--no-curve", "--out", "cut").exit_code == 0
     assert "is a run, which has its weights" in refusal("bottlenecks", "cut", "--weights", "nowhere.pt")
-    found = sections_to_look("cut", {"model": {}, "data": {"folder": "here"}, "prune": {}})[0]
+    found = resolve_bottleneck_target("cut", {"model": {}, "data": {"folder": "here"}, "prune": {}})[0]
     assert found["data"] == {**read_record("cut").config.as_dict()["data"], "folder": "here"}
 
 
@@ -246,5 +246,5 @@ def test_a_saliency_of_other_layers_is_refused(trained: Path, here: Path) -> Non
     call("prune", "trained", "--ratio", "0.5", "--method", "first-order", "--no-curve", "--out", "pruned")
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
     saliency = sosp.score(model, (torch.randn(4, 4), torch.tensor([0, 1, 1, 0])))
-    keep_saliency(here / "pruned" / SALIENCY, saliency, sosp.select(saliency, ratio=0.3))
+    save_saliency(here / "pruned" / SALIENCY, saliency, sosp.select(saliency, ratio=0.3))
     assert "is of other layers than its network has" in refusal("bottlenecks", "pruned", "--subsamples", "0")

@@ -15,7 +15,7 @@ import torch
 
 import sosp
 from commands import QUICK, TOML, call, lines, refusal
-from sosp.app.cli.targets import sections_for
+from sosp.app.cli.targets import resolve_target
 from sosp.nets import by_name
 from sosp.surgery.checkpoint import inspect
 
@@ -137,7 +137,7 @@ def test_a_pruning(trained: Path, pruned: Path) -> None:
     assert facts["top1"] == sosp.evaluate(small, sosp.data.digits().test).top1
     assert facts["latency"] > 0
     config = read(pruned / "config.json")
-    assert config["digests"]["model.weights"] == by_name.digest(trained / "model.safetensors")
+    assert config["digests"]["model.weights"] == by_name.hash_weights_file(trained / "model.safetensors")
     assert config["config"]["data"] == {"name": "digits"}
 
 
@@ -252,7 +252,7 @@ def test_the_data_of_a_run_may_lie_elsewhere(trained: Path, tmp_path: Path) -> N
         (tmp_path / name).write_bytes((trained / name).read_bytes())
 
     def data(**given: str) -> dict[str, str]:
-        return dict(sections_for(str(tmp_path), {"model": {}, "data": given})[0]["data"])
+        return dict(resolve_target(str(tmp_path), {"model": {}, "data": given})[0]["data"])
 
     assert data() == {"name": "folder", "folder": "there"}
     assert data(folder="here") == {"name": "folder", "folder": "here"}

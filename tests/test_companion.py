@@ -46,7 +46,7 @@ def by_hand(model: Any) -> tuple[Any, Tensor]:
     """The same, written out."""
     model, factor = copy.deepcopy(model), torch.full((), 0.5, requires_grad=True)
     optimiser = torch.optim.SGD([*model.parameters(), factor], lr=0.1, momentum=0.9, weight_decay=1e-4)
-    source = sosp.training.user_data.Pair(X, Y)
+    source = sosp.training.user_data.PairSource(X, Y)
     for number in range(SCHEDULE.epochs):
         for x, y in source.epoch(number, batch=8, seed=0):
             optimiser.zero_grad()

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import sosp
 from commands import call, refusal
 from sosp.errors import ArgumentError, StructureError
-from sosp.studies.compare.cells import Cell, ComparisonPlan
-from sosp.studies.compare.measure import compare
-from sosp.studies.compare.summary import summaries
-from sosp.surgery.fold_norms import folded
+from sosp.studies.compare.comparison_cells import ComparisonCell, ComparisonPlan
+from sosp.studies.compare.method_comparison import compare
+from sosp.studies.compare.summary import summarise_cells
+from sosp.surgery.fold_norms import fold_norms
 
 METHODS = ("sosp-h", "random", "slimming", "group-fisher")
 
@@ -55,7 +55,7 @@ PLAN = ComparisonPlan(METHODS, (0.25, 0.5), seeds=2, examples=60, recalibrate=10
 
 
 @pytest.fixture(scope="module")
-def cells(model: nn.Module, data: sosp.data.Dataset) -> tuple[Cell, ...]:
+def cells(model: nn.Module, data: sosp.data.Dataset) -> tuple[ComparisonCell, ...]:
     return compare(model, data, PLAN)
 
 
@@ -82,25 +82,25 @@ def by_hand(model: nn.Module, data: Any, method: str, ratio: float, seed: int) -
     }
 
 
-def test_all_cells_in_order(cells: tuple[Cell, ...]) -> None:
+def test_all_cells_in_order(cells: tuple[ComparisonCell, ...]) -> None:
     assert [c.key for c in cells] == [(m, r, s) for m in METHODS for r in PLAN.ratios for s in range(2)]
     assert all(not c.refusal and c.tuned is None and c.seconds > 0 for c in cells)
 
 
 @pytest.mark.parametrize("k", range(16))
-def test_a_cell_is_its_steps(cells: tuple[Cell, ...], model: nn.Module, data: Any, k: int) -> None:
+def test_a_cell_is_its_steps(cells: tuple[ComparisonCell, ...], model: nn.Module, data: Any, k: int) -> None:
     cell = cells[k]
     for name, wanted in by_hand(model, data, *cell.key).items():
         assert getattr(cell, name) == wanted, name
 
 
-def test_other_seeds_are_other_draws(cells: tuple[Cell, ...]) -> None:
+def test_other_seeds_are_other_draws(cells: tuple[ComparisonCell, ...]) -> None:
     random = [c for c in cells if c.method == "random" and c.ratio == 0.5]
     assert (random[0].params, random[0].macs) != (random[1].params, random[1].macs)
 
 
-def test_means_and_deviations(cells: tuple[Cell, ...]) -> None:
-    found = summaries(cells)
+def test_means_and_deviations(cells: tuple[ComparisonCell, ...]) -> None:
+    found = summarise_cells(cells)
     assert [(s.method, s.ratio) for s in found] == [(m, r) for m in METHODS for r in PLAN.ratios]
     first, second = cells[2], cells[3]
     low, high = sorted([first.recalibrated, second.recalibrated])
@@ -109,10 +109,10 @@ def test_means_and_deviations(cells: tuple[Cell, ...]) -> None:
     assert "tuned" not in found[1].means
 
 
-def test_done_is_done(model: nn.Module, data: Any, tmp_path: Path, cells: tuple[Cell, ...]) -> None:
+def test_done_is_done(model: nn.Module, data: Any, tmp_path: Path, cells: tuple[ComparisonCell, ...]) -> None:
     """Also after a process that was killed while it wrote, and for a plan that asks for more."""
     plan = replace(PLAN, methods=("random", "slimming"), seeds=1)
-    told: list[Cell] = []
+    told: list[ComparisonCell] = []
     compare(model, data, plan, folder=tmp_path, on_cell=told.append)
     file = tmp_path / "cells.jsonl"
     lines = file.read_text().splitlines(keepends=True)
@@ -139,7 +139,7 @@ def test_fine_tuned(model: nn.Module, data: Any, tmp_path: Path) -> None:
         history = sosp.train(small, data, schedule).history
         assert cell.tuned == history[-1].test.top1
         assert cell.best == max(e.test.top1 for e in history)
-    told: list[Cell] = []
+    told: list[ComparisonCell] = []
     assert compare(model, data, plan, schedule=schedule, folder=tmp_path, on_cell=told.append) == found
     assert not told
 
@@ -171,7 +171,7 @@ def test_bad_plans(plan: dict[str, Any], words: str) -> None:
 
 def test_a_method_that_does_not_fit_is_refused_before_any_work(data: Any) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 10))
-    told: list[Cell] = []
+    told: list[ComparisonCell] = []
     with pytest.raises(StructureError, match="slimming"):
         compare(model, data, ComparisonPlan(("random", "slimming"), (0.5,)), on_cell=told.append)
     assert not told
@@ -183,7 +183,7 @@ def test_a_mask_that_cuts_the_network_in_two_is_a_cell(data: Any) -> None:
     (cell,) = compare(model, data, ComparisonPlan(("first-order",), (0.8,), examples=50))
     assert cell.refusal
     assert cell.masked is None
-    (found,) = summaries((cell,))
+    (found,) = summarise_cells((cell,))
     assert found.refusal == cell.refusal
 
 
@@ -228,7 +228,7 @@ def test_what_a_report_says_to_do_next_can_be_done(
     assert call(*shlex.split(command), "--out", "there").exit_code == 0
 
 
-def test_seeds_begin_where_they_are_told(model: nn.Module, data: Any, cells: tuple[Cell, ...]) -> None:
+def test_seeds_begin_where_they_are_told(model: nn.Module, data: Any, cells: tuple[ComparisonCell, ...]) -> None:
     plan = replace(PLAN, methods=("random",), ratios=(0.5,), seeds=1, seed=1)
     (found,) = compare(model, data, plan)
     (wanted,) = [c for c in cells if c.key == ("random", 0.5, 1)]
@@ -292,7 +292,7 @@ def settled(model: nn.Module) -> nn.Module:
 def test_folded_norms_leave_the_function_as_it_is() -> None:
     model = settled(sosp.nets.make("digits_resnet"))
     x = torch.randn(16, 1, 8, 8)
-    found = folded(model, x)
+    found = fold_norms(model, x)
     assert not any(isinstance(m, nn.BatchNorm2d) for m in found.modules())
     assert any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
     torch.testing.assert_close(found(x), model(x), rtol=1e-4, atol=1e-5)
@@ -300,7 +300,7 @@ def test_folded_norms_leave_the_function_as_it_is() -> None:
 
 def test_a_norm_that_cannot_be_folded_stays() -> None:
     model, x = settled(Branching()), torch.randn(4, 1, 8, 8)
-    assert folded(model, x) is model
+    assert fold_norms(model, x) is model
     shared = settled(nn.Sequential(nn.Conv2d(1, 1, 3), norm := nn.BatchNorm2d(1), nn.Conv2d(1, 1, 3), norm))
-    found = folded(shared, x)
+    found = fold_norms(shared, x)
     torch.testing.assert_close(found(x), shared(x), rtol=1e-4, atol=1e-5)

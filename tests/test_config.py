@@ -6,8 +6,19 @@ from typing import Any
 
 import pytest
 
-from sosp.app.config import SECTIONS, Config, Data, Model, Pruning, Training, as_flag, build, first_difference, read
-from sosp.app.options import options_of
+from sosp.app.config import (
+    SECTIONS,
+    Config,
+    DataSection,
+    ModelSection,
+    PruningSection,
+    TrainingSection,
+    build_config,
+    find_first_difference,
+    format_flag,
+    read_config,
+)
+from sosp.app.options import collect_options
 from sosp.errors import ArgumentError
 from sosp.training import SCHEDULES, Schedule, Speed
 
@@ -55,43 +66,43 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_a_file_says_everything(tmp_path: Path) -> None:
-    config = read(written(tmp_path, WHOLE))
+    config = read_config(written(tmp_path, WHOLE))
     assert config.stages == ("train", "prune", "finetune")
-    assert config.model == Model("sosp:resnet20", "r20.pth", 10, {"layer1": 2.0, "conv1": 1.0}, "3x32x32")
+    assert config.model == ModelSection("sosp:resnet20", "r20.pth", 10, {"layer1": 2.0, "conv1": 1.0}, "3x32x32")
     assert config.model.shape == (3, 32, 32)
     assert (config.data.name, config.data.folder) == ("cifar10", "datasets")
     assert config.train is not None
     expected = replace(SCHEDULES["cifar"], epochs=3, rate=1.0, milestones=(0.5,), nesterov=True)
     assert config.train.plan() == expected
-    assert config.prune == Pruning(method="sosp-i", macs=0.5, exclude=("layer1.*", "conv1"), downsampling=False)
+    assert config.prune == PruningSection(method="sosp-i", macs=0.5, exclude=("layer1.*", "conv1"), downsampling=False)
     assert config.prune.budget == {"macs": 0.5}
     assert (config.run.name, config.run.seed, config.run.device) == ("mine", 7, "cpu")
 
 
 def test_the_stages_are_the_sections_that_are_there() -> None:
-    assert build({"model": {"name": "a"}}).stages == ()
-    assert build({"model": {"name": "a"}, "prune": {}, "finetune": {}}).stages == ("prune", "finetune")
+    assert build_config({"model": {"name": "a"}}).stages == ()
+    assert build_config({"model": {"name": "a"}, "prune": {}, "finetune": {}}).stages == ("prune", "finetune")
 
 
 def test_as_dict_is_read_back(tmp_path: Path) -> None:
-    config = read(written(tmp_path, WHOLE))
-    assert build(config.as_dict()) == config
+    config = read_config(written(tmp_path, WHOLE))
+    assert build_config(config.as_dict()) == config
     assert "cap" not in config.as_dict()["prune"]
 
 
 def test_everything_that_can_be_chosen_about_training_is_there() -> None:
     for kind in (Schedule, Speed):
-        assert {f.name for f in fields(kind)} <= set(options_of(Training))
-    assert Training().speed == Speed()
+        assert {f.name for f in fields(kind)} <= set(collect_options(TrainingSection))
+    assert TrainingSection().speed == Speed()
     for name, schedule in SCHEDULES.items():
-        assert Training(schedule=name).plan() == schedule
+        assert TrainingSection(schedule=name).plan() == schedule
 
 
 def test_every_option_explains_itself() -> None:
     for section, kind in SECTIONS.items():
-        for key, option in options_of(kind).items():
+        for key, option in collect_options(kind).items():
             assert option.help.endswith("."), (section, key)
-            assert as_flag(section, key).startswith("--")
+            assert format_flag(section, key).startswith("--")
 
 
 @pytest.mark.parametrize(
@@ -124,43 +135,46 @@ def test_every_option_explains_itself() -> None:
 )
 def test_what_is_wrong_is_refused_by_section_and_key(section: str, key: str, value: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        build(with_key(section, key, value))
+        build_config(with_key(section, key, value))
 
 
 def test_flags_are_refused_by_the_name_of_the_flag() -> None:
     with pytest.raises(ArgumentError, match="--round-to=0 must be a whole number, 1 at least"):
-        build(with_key("prune", "round_to", 0), as_flag)
+        build_config(with_key("prune", "round_to", 0), format_flag)
     with pytest.raises(ArgumentError, match="--data-dir should be a text"):
-        build(with_key("data", "folder", 3), as_flag)
+        build_config(with_key("data", "folder", 3), format_flag)
 
 
 def test_one_budget_at_a_time() -> None:
     with pytest.raises(ArgumentError, match=r"\[prune\] give one of ratio, params and macs, not ratio and macs"):
-        build({"model": {"name": "a"}, "prune": {"ratio": 0.5, "macs": 0.5}})
-    assert Pruning().budget == {"ratio": 0.5}
+        build_config({"model": {"name": "a"}, "prune": {"ratio": 0.5, "macs": 0.5}})
+    assert PruningSection().budget == {"ratio": 0.5}
 
 
 def test_a_network_must_be_named() -> None:
     with pytest.raises(ArgumentError, match=r"\[model\] name is missing"):
-        build({"prune": {}})
+        build_config({"prune": {}})
     with pytest.raises(ArgumentError, match="prune = 3 is no section"):
-        build({"model": {"name": "a"}, "prune": 3})
+        build_config({"model": {"name": "a"}, "prune": 3})
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="there is no such file"):
-        read(tmp_path / "nowhere.toml")
+        read_config(tmp_path / "nowhere.toml")
     with pytest.raises(ArgumentError, match="is a folder"):
-        read(tmp_path)
+        read_config(tmp_path)
     with pytest.raises(ArgumentError, match=r"config.toml: is not TOML .*line 1"):
-        read(written(tmp_path, "[model\nname = 3"))
+        read_config(written(tmp_path, "[model\nname = 3"))
     with pytest.raises(ArgumentError, match=r"config.toml: \[model\] nam is not known. Did you mean 'name'"):
-        read(written(tmp_path, "[model]\nnam = 'a'"))
+        read_config(written(tmp_path, "[model]\nnam = 'a'"))
 
 
 def test_widths_from_the_command_line() -> None:
-    assert build(with_key("model", "width", "0.5"), as_flag).model.width == 0.5
-    assert build(with_key("model", "width", "layer1=2,conv1=1.5"), as_flag).model.width == {"layer1": 2, "conv1": 1.5}
+    assert build_config(with_key("model", "width", "0.5"), format_flag).model.width == 0.5
+    assert build_config(with_key("model", "width", "layer1=2,conv1=1.5"), format_flag).model.width == {
+        "layer1": 2,
+        "conv1": 1.5,
+    }
 
 
 @pytest.mark.parametrize(
@@ -177,9 +191,9 @@ def test_widths_from_the_command_line() -> None:
 def test_the_first_difference_in_words(change: dict[str, Any], expected: str | None) -> None:
     then: dict[str, Any] = {"model": {"name": "a"}, "prune": {"ratio": 0.5}}
     now = {key: value for key, value in {**then, **change}.items() if value is not None}
-    assert first_difference(now, then) == expected
+    assert find_first_difference(now, then) == expected
 
 
 def test_a_config_is_a_value() -> None:
-    one, other = (Config(Model("a"), Data()) for _ in range(2))
+    one, other = (Config(ModelSection("a"), DataSection()) for _ in range(2))
     assert one == other

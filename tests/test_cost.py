@@ -15,7 +15,7 @@ from oracles import counts
 from shrinking import case as case_to_shrink
 from shrinking.compare import mask_of, some_channels
 from sosp.errors import ArgumentError, StructureError
-from sosp.graph.cost import whole_cost
+from sosp.graph.cost import compute_whole_cost
 from sosp.graph.plan import plan_removal
 
 EVERY = pytest.mark.parametrize("name", names())
@@ -245,7 +245,7 @@ def test_networks_of_the_literature(name: str) -> None:
     _, size, params, operations = KNOWN[name]
     model, x = without_numbers(name, size)
     found = sosp.find_structures(model, x)
-    cost = whole_cost(found.flow)  # as count does, without following it once more
+    cost = compute_whole_cost(found.flow)  # as count does, without following it once more
     assert (cost.params, cost.macs) == (params, operations or cost.macs)
     assert parameters(model) == params
     g = torch.Generator().manual_seed(0)

@@ -195,12 +195,12 @@ def test_minibatches_are_the_same_for_any_number_of_processes(ranks: int, monkey
     """Process r of R holds the examples r, r + R, ...: each must go to the minibatch it has in all the data."""
     size, found = 4, {}
     for rank in range(ranks):
-        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        monkeypatch.setattr(distributed, "ranks", lambda: ranks)
+        monkeypatch.setattr(distributed, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(distributed, "count_ranks", lambda: ranks)
         mine = list(range(rank, 23, ranks))
         for start in range(0, len(mine), 5):  # chunks of five
             part = mine[start : start + 5]
-            for b, low, high in example_gradients._spans(start, len(part), size):
+            for b, low, high in example_gradients._split_minibatches(start, len(part), size):
                 found |= dict.fromkeys(part[low:high], b)
     assert found == {i: i // size for i in range(23)}
 
@@ -241,10 +241,10 @@ def test_the_slow_way_finds_the_same(name: str, method: str, monkeypatch: pytest
 
     @contextmanager
     def broken(*_: Any) -> Any:
-        raise sosp.scoring.jets.Unsupported("not today")
+        raise sosp.scoring.jets.UnsupportedError("not today")
         yield
 
-    monkeypatch.setattr(example_gradients, "jet_gates", broken)
+    monkeypatch.setattr(example_gradients, "install_jet_gates", broken)
     with pytest.warns(sosp.SlowPathWarning):
         assert off(scores(c, method), wanted) < EXACT
 

@@ -13,7 +13,7 @@ from cases import Case, case, names
 from sosp.errors import ArgumentError, DataError, LossError, StructureError
 from sosp.graph.records import SCOPES
 from sosp.graph.structures import KINDS
-from sosp.scoring.method import NEEDS, Method, refuse_unsuited
+from sosp.scoring.method import NEEDS, Method, check_requirements
 
 RANKS_NOTHING = {"training", "rotation"}  # needs of methods whose result comes another way
 
@@ -162,7 +162,7 @@ def test_what_is_learned_in_training_cannot_be_scored() -> None:
     c = case("conv-bn")
     learned = Method(lambda problem, options: torch.ones(9), "learned", "2020", needs=("training",))
     with pytest.raises(StructureError) as caught:
-        refuse_unsuited("learned", {"learned": learned, **sosp.METHODS}, c.model, structures(c))
+        check_requirements("learned", {"learned": learned, **sosp.METHODS}, c.model, structures(c))
     assert "method='learned' needs to be learned while the network trains. Train with it first" in str(caught.value)
 
 

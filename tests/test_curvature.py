@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import sosp
 from cases import Case, case, names, real_targets
 from oracles import correlation, dense, differences, gauss_newton, theta
-from sosp.core.batches import read
-from sosp.core.borrow import borrowed
+from sosp.core.batches import iterate_chunks
+from sosp.core.borrowed_model import borrow_model
 from sosp.scoring import derivatives, passes
 from sosp.scoring import gauss_newton as gauss_newton_module
 
@@ -194,8 +194,11 @@ def _span(parameters: dict[str, nn.Parameter], name: str) -> tuple[int, int]:
 def problem() -> Iterator[tuple[Case, passes.Problem]]:
     c = case("residual")
     found = sosp.find_structures(c.model, c.inputs[:2])
-    with borrowed(c.model):
-        yield c, passes.Problem(c.model, found, "cross_entropy", list(read((c.inputs, c.targets), None, None)))
+    with borrow_model(c.model):
+        yield (
+            c,
+            passes.Problem(c.model, found, "cross_entropy", list(iterate_chunks((c.inputs, c.targets), None, None))),
+        )
 
 
 @pytest.mark.parametrize("way", list(derivatives.hessian_ways()))

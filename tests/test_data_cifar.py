@@ -20,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sosp.data import Dataset, cifar, cifar10, cifar100, inspect
-from sosp.data.official import HUNDRED, TEN
-from sosp.data.pickles import LONGEST, parse
+from sosp.data.cifar_files import CIFAR10, CIFAR100
+from sosp.data.pickles import LONGEST, parse_pickle
 from sosp.errors import ArgumentError, DataError
 
-PYTHON_10, BINARY_10 = TEN.versions
-PYTHON_100, BINARY_100 = HUNDRED.versions
+PYTHON_10, BINARY_10 = CIFAR10.versions
+PYTHON_100, BINARY_100 = CIFAR100.versions
 
 
 # --- made-up files, as Python 2 wrote them --------------------------------------------------------------
@@ -76,12 +76,12 @@ def write(folder: Path, known: Any, version: Any, count: int = 3) -> list[tuple[
         if version.label_bytes:
             (at / name).write_bytes(binary_file(pixels, labels, coarse=version.label_bytes == 2))
         else:
-            (at / name).write_bytes(python_file(pixels, labels, "labels" if known is TEN else "fine_labels"))
+            (at / name).write_bytes(python_file(pixels, labels, "labels" if known is CIFAR10 else "fine_labels"))
     return written
 
 
 READ = {"cifar10": cifar10, "cifar100": cifar100}
-VERSIONS = [(TEN, PYTHON_10), (TEN, BINARY_10), (HUNDRED, PYTHON_100), (HUNDRED, BINARY_100)]
+VERSIONS = [(CIFAR10, PYTHON_10), (CIFAR10, BINARY_10), (CIFAR100, PYTHON_100), (CIFAR100, BINARY_100)]
 EACH_VERSION = pytest.mark.parametrize(("known", "version"), VERSIONS, ids=lambda value: getattr(value, "folder", ""))
 
 
@@ -108,7 +108,7 @@ def test_the_made_up_file_is_a_pickle_and_python_3_writes_others() -> None:
         with warnings.catch_warnings(action="ignore"):  # of numpy, about its own former names
             whole = pickle.loads(raw, encoding="latin1")
         assert np.array_equal(whole["data"], pixels)
-        found = parse(raw)
+        found = parse_pickle(raw)
         assert (found["labels"], found["data"].shape, found["data"].raw) == (labels, (3, 3072), pixels.tobytes())
 
 
@@ -146,7 +146,7 @@ def check_binary_version(data: Dataset) -> None:
     """The same images pass the check of the binary version, in any order; one other pixel or label does not."""
     train, test = ((part.images.flatten(1).numpy(), part.labels.numpy()) for part in (data.train, data.test))
     train = data.train.images[:, :, 4:-4, 4:-4].flatten(1).flip(0).numpy(), train[1]
-    cifar.check_whole(TEN, BINARY_10, Path("there"), train, test)
+    cifar.check_dataset(CIFAR10, BINARY_10, Path("there"), train, test)
     pixels, labels = test[0].copy(), test[1].copy()
     pixels[9_999, 100] += 1
     labels[9_999] = (labels[9_999] + 1) % 10
@@ -155,11 +155,11 @@ def check_binary_version(data: Dataset) -> None:
         ((test[0], labels), "there: the test classes have 999 to 1001 images"),
     ):
         with pytest.raises(DataError, match=message):
-            cifar.check_whole(TEN, BINARY_10, Path("there"), train, wrong)
+            cifar.check_dataset(CIFAR10, BINARY_10, Path("there"), train, wrong)
 
 
 def test_another_md5_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, TEN, PYTHON_10)
+    write(tmp_path, CIFAR10, PYTHON_10)
     with pytest.raises(
         DataError, match=r"data_batch_1 is not the official file: md5 [0-9a-f]{32}, not c99cafc.*checked=False"
     ):
@@ -167,21 +167,21 @@ def test_another_md5_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_size_of_a_binary_file_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, HUNDRED, BINARY_100)
+    write(tmp_path, CIFAR100, BINARY_100)
     with pytest.raises(DataError, match=r"train.bin has 9,222 bytes, the official file 153,700,000"):
         cifar100(tmp_path)
 
 
 def test_the_right_md5_is_accepted_and_classes_must_be_even(tmp_path: Path) -> None:
-    write(tmp_path, TEN, PYTHON_10)
+    write(tmp_path, CIFAR10, PYTHON_10)
     at = tmp_path / PYTHON_10.folder
     version = replace(
         PYTHON_10, md5={name: hashlib.md5((at / name).read_bytes()).hexdigest() for name in PYTHON_10.files}
     )
-    images = [cifar.read(TEN, version, at / name, checked=True) for name in version.files]
+    images = [cifar.read_file(CIFAR10, version, at / name, checked=True) for name in version.files]
     assert [len(pixels) for pixels, _ in images] == [3] * 6
     with pytest.raises(DataError, match="the training classes have 0 to 2 images"):
-        cifar.check_whole(TEN, version, at, (images[0][0], np.array([1, 1, 2])), images[1])
+        cifar.check_dataset(CIFAR10, version, at, (images[0][0], np.array([1, 1, 2])), images[1])
 
 
 # --- what is not there ----------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_an_empty_folder(tmp_path: Path) -> None:
 
 
 def test_half_unpacked(tmp_path: Path) -> None:
-    write(tmp_path, TEN, PYTHON_10)
+    write(tmp_path, CIFAR10, PYTHON_10)
     for name in ("data_batch_4", "test_batch"):
         (tmp_path / PYTHON_10.folder / name).unlink()
     message = refusal(cifar10, tmp_path)
@@ -233,15 +233,15 @@ def test_half_unpacked(tmp_path: Path) -> None:
 
 
 def test_the_complete_version_is_taken(tmp_path: Path) -> None:
-    write(tmp_path, TEN, PYTHON_10)
+    write(tmp_path, CIFAR10, PYTHON_10)
     (tmp_path / PYTHON_10.folder / "test_batch").unlink()
-    write(tmp_path, TEN, BINARY_10, count=4)
+    write(tmp_path, CIFAR10, BINARY_10, count=4)
     assert len(cifar10(tmp_path, checked=False).test) == 4
 
 
 def test_an_archive_that_is_not_unpacked(tmp_path: Path) -> None:
     archive = tmp_path / PYTHON_10.archive
-    write(tmp_path / "there", TEN, PYTHON_10)
+    write(tmp_path / "there", CIFAR10, PYTHON_10)
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(tmp_path / "there" / PYTHON_10.folder, PYTHON_10.folder)
     message = refusal(cifar10, tmp_path)
@@ -253,7 +253,7 @@ def test_an_archive_that_is_not_unpacked(tmp_path: Path) -> None:
 
 
 def test_another_dataset(tmp_path: Path) -> None:
-    write(tmp_path, HUNDRED, PYTHON_100)
+    write(tmp_path, CIFAR100, PYTHON_100)
     assert "looks like CIFAR-100: sosp.data.cifar100(" in refusal(cifar10, tmp_path)
     images = tmp_path / "images"
     for part in ("train", "val"):
@@ -267,11 +267,11 @@ def test_another_dataset(tmp_path: Path) -> None:
 # --- damaged and hostile files --------------------------------------------------------------------------
 
 
-def in_place(folder: Path, raw: bytes, known: Any = TEN, version: Any = PYTHON_10) -> Any:
+def in_place(folder: Path, raw: bytes, known: Any = CIFAR10, version: Any = PYTHON_10) -> Any:
     """Read ``raw`` as a file of a set, not checked against the official one."""
     path = folder / version.files[0]
     path.write_bytes(raw)
-    return cifar.read(known, version, path, checked=False)
+    return cifar.read_file(known, version, path, checked=False)
 
 
 PIXELS, LABELS = batch(2, 10)
@@ -335,18 +335,18 @@ def test_hostile_pickles_are_refused_and_not_executed(
 
 def test_the_memory_a_pickle_may_ask_for_is_bounded(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"more than {LONGEST} opcodes"):
-        parse(b"}" * (LONGEST + 1))
+        parse_pickle(b"}" * (LONGEST + 1))
     for promise in (b"T\xff\xff\xff\xff", b"X\xff\xff\xff\x7f", b"B\xff\xff\xff\xff"):
         with pytest.raises(DataError, match="ends early"):
-            parse(b"\x80\x02" + promise + b"abc.")
+            parse_pickle(b"\x80\x02" + promise + b"abc.")
     with pytest.raises(DataError, match="a bytes in place of a short text"):
-        parse(b"}(T\x00\x02\x00\x00" + bytes(512) + b"Nu.")
-    assert parse(b"Nr\xff\xff\xff\xff.") is None  # a memo is a dict, not a list of four thousand million
+        parse_pickle(b"}(T\x00\x02\x00\x00" + bytes(512) + b"Nu.")
+    assert parse_pickle(b"Nr\xff\xff\xff\xff.") is None  # a memo is a dict, not a list of four thousand million
     path = tmp_path / "data_batch_1"
     with path.open("wb") as file:
         file.truncate(cifar.LARGEST + 1)
     with pytest.raises(DataError, match=r"has 268,435,457 bytes, far more than any file of CIFAR-10"):
-        cifar.read(TEN, PYTHON_10, path, checked=False)
+        cifar.read_file(CIFAR10, PYTHON_10, path, checked=False)
 
 
 SMALL = python_file(*batch(2, 10))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import sosp
-from sosp.core.batches import open_once, read
+from sosp.core.batches import iterate_chunks, open_data_once
 
 ONE_EPOCH = replace(sosp.SCHEDULES["digits"], epochs=1, milestones=())
 
@@ -143,15 +143,15 @@ def test_what_is_read_in_two_goes_is_what_the_loader_gives_in_one() -> None:
     torch.manual_seed(3)
     whole = [x.clone() for x, _ in Counted()]
     torch.manual_seed(3)
-    _, data = open_once(Counted(), torch.device("cpu"), keep=True)
+    _, data = open_data_once(Counted(), torch.device("cpu"), keep=True)
     torch.rand(5)  # something else draws random numbers meanwhile
     for _ in range(2):
-        chunks = list(read(data, None, None))
+        chunks = list(iterate_chunks(data, None, None))
         assert all(torch.equal(a, c.inputs) for a, c in zip(whole, chunks, strict=True))
 
 
 def test_without_keep_the_batches_are_given_once() -> None:
-    example, data = open_once(Counted(), torch.device("cpu"), keep=False)
+    example, data = open_data_once(Counted(), torch.device("cpu"), keep=False)
     assert example.shape == (6, 1, 8, 8)
-    assert sum(c.size for c in read(data, None, None)) == 24
+    assert sum(c.size for c in iterate_chunks(data, None, None)) == 24
     assert list(data) == []

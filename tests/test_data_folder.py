@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sosp.data import UnreadableWarning, folder
-from sosp.data.images import Crop, evaluation, middle, training
+from sosp.data.image_decoding import Crop, decode_test_image, decode_training_image, find_middle_crop
 from sosp.errors import ArgumentError, DataError, SospError
 
 PIL = pytest.importorskip("PIL", reason="needs pillow")
@@ -134,7 +134,7 @@ def test_evaluation_resizes_the_short_side_and_cuts_the_middle(
     top, left = round((h - size) / 2), round((w - size) / 2)
     whole = resized(np.asarray(smooth(width, height)), h, w)
     # Pillow rounds to whole levels after each of two passes.
-    assert np.abs(evaluation(path, size, resize) - whole[top : top + size, left : left + size]).max() <= 1.01
+    assert np.abs(decode_test_image(path, size, resize) - whole[top : top + size, left : left + size]).max() <= 1.01
 
 
 def random_crops(count: int) -> Iterator[Crop]:
@@ -152,7 +152,9 @@ def test_training_cuts_a_box_and_mirrors(tmp_path: Path, suffix: str) -> None:
     for crop in random_crops(20):
         left, top, w, h = crop.box(160, 120)
         wanted = resized(pixels[top : top + h, left : left + w], 16, 16)
-        found = training(path, 16, crop)[:, ::-1] if crop.mirrored else training(path, 16, crop)
+        found = (
+            decode_training_image(path, 16, crop)[:, ::-1] if crop.mirrored else decode_training_image(path, 16, crop)
+        )
         # The resizing of a box looks a little beyond its edge, and a JPEG is decoded at a smaller size: on a picture
         # that changes by at most 255 within 30 pixels, both shift a value by a few levels.
         assert np.abs(found - wanted).mean() < 2
@@ -163,10 +165,12 @@ def test_a_large_jpeg_is_decoded_small(tmp_path: Path, monkeypatch: pytest.Monke
     path = str(tmp_path / "a.jpg")
     smooth(1600, 800).save(path)
     sizes: list[tuple[int, int]] = []
-    monkeypatch.setattr("sosp.data.images.rgb", lambda image: sizes.append(image.size) or image.convert("RGB"))
-    training(path, 100, Crop([[1.0, 0.5]], [0.0, 0.0], False))
-    training(path, 100, Crop([[0.0, 0.5]], [0.0, 0.0], False))
-    evaluation(path, 100, 114)
+    monkeypatch.setattr(
+        "sosp.data.image_decoding.convert_to_rgb", lambda image: sizes.append(image.size) or image.convert("RGB")
+    )
+    decode_training_image(path, 100, Crop([[1.0, 0.5]], [0.0, 0.0], False))
+    decode_training_image(path, 100, Crop([[0.0, 0.5]], [0.0, 0.0], False))
+    decode_test_image(path, 100, 114)
     # Of the middle 1067 x 800 an eighth is enough for 100; of a box of 320 x 320 a third, so a half is taken.
     assert sizes == [(200, 100), (800, 400), (1600, 800)]
 
@@ -189,7 +193,7 @@ def test_boxes_have_the_area_and_ratio_asked_for() -> None:
     [(100, 100, (0, 0, 100, 100)), (400, 90, (140, 0, 120, 90)), (90, 400, (0, 140, 90, 120)), (1, 50, (0, 24, 1, 1))],
 )
 def test_the_middle_when_no_crop_fits(width: int, height: int, box: tuple[int, ...]) -> None:
-    assert middle(width, height) == box
+    assert find_middle_crop(width, height) == box
     if width != height:
         assert Crop([[1.0, 1.0 * (width < height)]] * 10, [0.0, 0.0], False).box(width, height) == box
 
@@ -214,7 +218,7 @@ def test_every_mode_becomes_rgb(tmp_path: Path, mode: str) -> None:
         image.info["transparency"], wanted = bytes([255] * 5 + [0]), (40, 50, 60)
     path = str(tmp_path / ("a.tif" if mode == "CMYK" else "a.png"))
     image.save(path)
-    for pixels in (evaluation(path, 8, 9), training(path, 8, next(random_crops(1)))):
+    for pixels in (decode_test_image(path, 8, 9), decode_training_image(path, 8, next(random_crops(1)))):
         assert pixels.shape == (8, 8, 3)
         assert (pixels == np.array(wanted)).all()
 

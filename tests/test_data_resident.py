@@ -10,8 +10,8 @@ from torch import Tensor
 
 import sosp
 from sosp.data import Resident
-from sosp.data.resident import draw
-from sosp.data.source import generator
+from sosp.data.batch_source import make_generator
+from sosp.data.resident_images import draw_augmentation
 from sosp.errors import ArgumentError, DataError
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -58,7 +58,7 @@ def by_hand(image: np.ndarray, top: int, left: int, mirrored: int, pad: int) -> 
 def test_crops_and_flips_equal_plain_loops(kind: torch.dtype, pad: int, flip: bool) -> None:
     images = pictures(kind=kind)
     source = Resident.of(images, torch.arange(N), mean=MEAN, std=STD, pad=pad, flip=flip)
-    draws = draw(N, pad=pad, flip=flip, random=generator(3, 7))
+    draws = draw_augmentation(N, pad=pad, flip=flip, random=make_generator(3, 7))
     row = 0
     for x, y in source.epoch(7, batch=BATCH, seed=3):
         for i in range(len(y)):
@@ -70,7 +70,7 @@ def test_crops_and_flips_equal_plain_loops(kind: torch.dtype, pad: int, flip: bo
 
 
 def test_chance_is_fair() -> None:
-    draws = draw(10_000, pad=4, flip=True, random=generator(0, 0))
+    draws = draw_augmentation(10_000, pad=4, flip=True, random=make_generator(0, 0))
     # 10,000 in 9 classes: 1111 expected, standard deviation 31; five of them.
     for place in (draws.top, draws.left):
         assert all(abs(count - 1111) < 157 for count in place.bincount(minlength=9).tolist())

@@ -13,7 +13,7 @@ import sosp
 from commands import call, lines, refusal
 from sosp.app import demo
 
-SMALL = demo.Settings(
+SMALL = demo.DemoSettings(
     examples=50,
     training=replace(sosp.SCHEDULES["digits"], epochs=1),
     tuning=replace(sosp.SCHEDULES["finetune-digits"], epochs=1),
@@ -23,18 +23,18 @@ SMALL = demo.Settings(
 @pytest.fixture(autouse=True)
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "Settings", lambda: SMALL)
+    monkeypatch.setattr(demo, "DemoSettings", lambda: SMALL)
     monkeypatch.setattr(demo, "RUNS", 1)
     return tmp_path
 
 
-def without_times(rows: list[demo.Row]) -> list[demo.Row]:
+def without_times(rows: list[demo.DemoRow]) -> list[demo.DemoRow]:
     return [replace(row, latency=0.0) for row in rows]
 
 
 def test_the_rows(quick: Path) -> None:
     said: list[str] = []
-    rows = demo.run(quick / "d", said.append)
+    rows = demo.run_demo(quick / "d", said.append)
     names = ["trained", "sosp-h: pruned", "sosp-h: fine-tuned", "random: pruned", "random: fine-tuned"]
     assert [row.network for row in rows] == names
     assert len(said) == 3
@@ -49,11 +49,11 @@ def test_the_rows(quick: Path) -> None:
 def test_it_is_repeatable_and_leaves_the_random_state_alone(quick: Path) -> None:
     before = torch.random.get_rng_state()
     threads = torch.get_num_threads()
-    first, again = (demo.run(quick / "d", lambda line: None) for _ in range(2))
+    first, again = (demo.run_demo(quick / "d", lambda line: None) for _ in range(2))
     assert without_times(first) == without_times(again)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.get_num_threads() == threads
-    other = demo.run(quick / "e", lambda line: None, replace(SMALL, seed=1))
+    other = demo.run_demo(quick / "e", lambda line: None, replace(SMALL, seed=1))
     assert without_times(other) != without_times(first)
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import sosp
 from cases import Case, case
 from oracles import kfac as oracle
-from sosp.baselines.eigenbasis_costs import choose, rotate
-from sosp.baselines.eigendamage import Bottleneck, Eigendamaged, eigendamage, rebuild
+from sosp.baselines.eigenbasis_costs import choose_directions, rotate_weight
+from sosp.baselines.eigendamage import EigenbasisBottleneck, Eigendamaged, eigendamage, rebuild
 from sosp.errors import ArgumentError, CheckpointError, DataError, SospError, StructureError, SurgeryError
-from sosp.scoring.kronecker import Factor
+from sosp.scoring.kronecker_factors import KroneckerFactors
 
 TREATED = ["mlp", "mlp-nobias", "conv-bn", "conv-nobn", "residual", "preact", "concat", "shared", "conv1d", "attention"]
 SAME = {"rtol": 1e-10, "atol": 1e-10}
@@ -38,7 +38,7 @@ def dense_factors(c: Case, name: str) -> tuple[Tensor, Tensor]:
     return oracle.channels(A, c.model.get_submodule(name).weight.shape[1]), G
 
 
-def as_one(block: Bottleneck) -> Tensor:
+def as_one(block: EigenbasisBottleneck) -> Tensor:
     """The weight that the three layers are together."""
     into, out = block.into.weight.flatten(1), block.out.weight.flatten(1)
     return torch.einsum("or,rc...,ci->oi...", out, block.core.weight, into).detach()
@@ -61,7 +61,7 @@ def test_nothing_removed_changes_nothing(name: str) -> None:
     assert found.kept == {}
     for layer in c.layers:
         block = found.model.get_submodule(layer)
-        assert isinstance(block, Bottleneck)
+        assert isinstance(block, EigenbasisBottleneck)
         torch.testing.assert_close(as_one(block), c.model.get_submodule(layer).weight.detach(), **SAME)
     check_same_function(found.model, c.model, c.inputs)
 
@@ -101,7 +101,7 @@ def test_saliencies_and_the_way_back() -> None:
     generator = torch.Generator().manual_seed(0)
     W, a, g = (torch.randn(*s, dtype=torch.float64, generator=generator) for s in ((4, 3, 2, 2), (9, 3), (9, 4)))
     A, G = a.T @ a, g.T @ g
-    part = rotate(W, Factor(A, G))
+    part = rotate_weight(W, KroneckerFactors(A, G))
     core, rows, columns = oracle.rotated(W, A, G)
     torch.testing.assert_close(part.core.abs(), core.abs(), **SAME)  # eigenvectors have either sign
     torch.testing.assert_close(part.rows, rows, **SAME)
@@ -118,8 +118,8 @@ def test_what_is_removed_is_what_the_kronecker_fisher_predicts() -> None:
     generator = torch.Generator().manual_seed(1)
     W, a, g = (torch.randn(*s, dtype=torch.float64, generator=generator) for s in ((5, 4), (9, 4), (9, 5)))
     A, G = a.T @ a, g.T @ g
-    part = rotate(W, Factor(A, G))
-    gone = choose({"layer": part}, ratio=0.4, cap=1.0)["layer"]
+    part = rotate_weight(W, KroneckerFactors(A, G))
+    gone = choose_directions({"layer": part}, ratio=0.4, cap=1.0)["layer"]
     lost = W - oracle.projected(W, A, G, gone.rows.tolist(), [])
     form = 0.5 * lost.flatten() @ torch.kron(G, A) @ lost.flatten()
     torch.testing.assert_close(form, part.rows[gone.rows].sum(), **SAME)
@@ -212,7 +212,7 @@ def test_tied_weights_stay_and_a_layer_of_two_names_is_one_block() -> None:
     x = torch.randn(8, 4)
     found = eigendamage(Tied(), (x, torch.arange(8) % 2), ratio=0.0, replace="all")
     assert found.kept == {"one": "shares its weight with another layer"}
-    assert isinstance(found.model.two, Bottleneck)
+    assert isinstance(found.model.two, EigenbasisBottleneck)
     assert found.model.two is found.model.again
 
 
@@ -278,7 +278,7 @@ def test_a_part_called_core_is_no_bottleneck(tmp_path: Path) -> None:
 
     x = torch.randn(6, 4, dtype=torch.float64)
     found = eigendamage(build(), (x, torch.arange(6) % 2), ratio=0.0, replace="all")
-    assert isinstance(found.model.part.inner["core"], Bottleneck)
+    assert isinstance(found.model.part.inner["core"], EigenbasisBottleneck)
     sosp.save(tmp_path / "small.safetensors", found.model)
     check_same_function(rebuild(tmp_path / "small.safetensors", build()), found.model, x)
     whole = build()
@@ -352,7 +352,7 @@ def test_it_runs_where_torch_would_run_past_modules() -> None:
     model = nn.Sequential(nn.Linear(8, 16), encoder, nn.Flatten(), nn.Linear(96, 5)).double().eval()
     x = torch.randn(40, 6, 8, dtype=torch.float64)
     small = eigendamage(model, (x, torch.arange(40) % 5), ratio=0.8).model.eval()
-    assert any(isinstance(m, Bottleneck) for m in small[1].modules())
+    assert any(isinstance(m, EigenbasisBottleneck) for m in small[1].modules())
     wanted = small(x).detach()
     with torch.no_grad():
         torch.testing.assert_close(small(x), wanted, **SAME)

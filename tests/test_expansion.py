@@ -16,15 +16,15 @@ from cases import case
 from sosp.data import Dataset
 from sosp.errors import ArgumentError, CheckpointError, StructureError
 from sosp.nets import Width
-from sosp.studies.bottlenecks.find import bottlenecks
-from sosp.studies.expand.courses import run_courses
-from sosp.studies.expand.growth import growth_of
-from sosp.studies.expand.matching_width import matching
-from sosp.studies.expand.plan import Course, ExpansionPlan, Setup
-from sosp.studies.expand.points import Point
-from sosp.studies.expand.search import Expanded, choice_of, expand, init_or_trained
+from sosp.studies.bottlenecks.bottleneck_detection import bottlenecks
+from sosp.studies.expand.expand_pruning import Expanded, choose_blocks, compare_init_pruning, expand
+from sosp.studies.expand.expansion_plan import ExpansionPlan, ExpansionSetup, PruningProtocol
+from sosp.studies.expand.expansion_points import ExpansionPoint
+from sosp.studies.expand.matching_width import match_parameters
+from sosp.studies.expand.pruning_protocols import run_protocols
+from sosp.studies.expand.widenable_networks import make_widenable
 from sosp.training import Schedule
-from sosp.training.initial_statistics import is_untouched, settled
+from sosp.training.initial_statistics import has_initial_statistics, recalibrate_untrained
 from test_preserve import check_unchanged
 
 ONE = Schedule(epochs=1, batch=50, rate=0.05, shape="cosine")
@@ -72,7 +72,7 @@ def test_widening_and_width_give_the_same_network(name: str) -> None:
     """The same names and shapes, and both count what is built."""
     make, base, width = BOTH[name]
     example = torch.zeros(2, 1, 8, 8) if name == "digits_resnet" else SMALL
-    by_flow, by_width = growth_of(make(base), example), growth_of(make, example, base)
+    by_flow, by_width = make_widenable(make(base), example), make_widenable(make, example, base)
     assert by_flow.layers == by_width.layers
     factors = {n: _asked(n, width) for n in by_flow.layers if _asked(n, width) > 1}
     made, widened = by_width.make(factors, seed=0), by_flow.make(factors, seed=0)
@@ -93,15 +93,15 @@ def test_a_width_that_is_fixed_is_refused_by_name() -> None:
     model = sosp.nets.resnet20(width=0.25)
     example = torch.zeros(2, 3, 8, 8)
     with pytest.raises(StructureError, match=r"'layer3.0.conv2'.* cannot be widened.*\n.*zeros that pad others"):
-        growth_of(model, example).cost({"layer3.0.conv2": 2.0})
-    made = growth_of(lambda width: sosp.nets.resnet20(width=width), example, 0.25)
+        make_widenable(model, example).cost({"layer3.0.conv2": 2.0})
+    made = make_widenable(lambda width: sosp.nets.resnet20(width=width), example, 0.25)
     assert shapes(made.make(dict.fromkeys(made.layers, 2.0), 0)) == shapes(sosp.nets.resnet20(width=0.5))
 
 
 def test_a_width_on_top_of_a_width() -> None:
     """A quarter as wide, and of that one layer 1.5 times: as widening the narrow network does it."""
     x = torch.zeros(2, 1, 8, 8)
-    made, widened = growth_of(tiny, x, 0.25), growth_of(tiny(0.25), x)
+    made, widened = make_widenable(tiny, x, 0.25), make_widenable(tiny(0.25), x)
     factors = {"layer2.0.conv1": 1.5, "layer3.0.conv1": 1.1}
     assert shapes(made.make({}, 0)) == shapes(tiny(0.25))
     assert shapes(made.make(factors, 0)) == shapes(widened.make(factors, 0))
@@ -111,18 +111,18 @@ def test_a_width_on_top_of_a_width() -> None:
 def test_weights_depend_on_the_seed_alone() -> None:
     model = case("residual").model
     x = case("residual").inputs
-    growth = growth_of(model, x)
+    growth = make_widenable(model, x)
     with check_unchanged(model):
         first, again, other = (growth.make({"conv1": 2.0}, seed) for seed in (0, 0, 1))
     state = torch.get_rng_state()
-    growth_of(tiny, torch.zeros(2, 1, 8, 8)).make({}, 3)
+    make_widenable(tiny, torch.zeros(2, 1, 8, 8)).make({}, 3)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(x, again.state_dict()[n]) for n, x in first.state_dict().items())
     assert not torch.equal(first.state_dict()["conv1.weight"], other.state_dict()["conv1.weight"])
     fresh = growth.make({}, 0)
     assert shapes(fresh) == shapes(model)
     assert not torch.equal(fresh.state_dict()["head.weight"], model.state_dict()["head.weight"])  # drawn anew
-    assert is_untouched(fresh)
+    assert has_initial_statistics(fresh)
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.0, -1.0, float("nan"), float("inf"), 65, True, "2"])
@@ -130,9 +130,9 @@ def test_factors_that_do_not_widen(factor: Any) -> None:
     with pytest.raises(ArgumentError, match="must be a number from 1 to 64"):
         ExpansionPlan(factor=factor)
     with pytest.raises(ArgumentError, match="factor for 'conv1'"):
-        growth_of(tiny, torch.zeros(2, 1, 8, 8)).make({"conv1": factor}, 0)
+        make_widenable(tiny, torch.zeros(2, 1, 8, 8)).make({"conv1": factor}, 0)
     with pytest.raises(ArgumentError, match=r"neither a torch\.nn\.Module nor a function"):
-        growth_of("resnet56", SMALL)  # type: ignore[arg-type]
+        make_widenable("resnet56", SMALL)  # type: ignore[arg-type]
 
 
 # --- the constant that matches --------------------------------------------------------------------------
@@ -148,28 +148,28 @@ def staircase(factor: float) -> int:
 def test_the_nearest_count_is_found(target: int) -> None:
     edges = sorted({(j + 0.5) / w for w in (3, 7) for j in range(3, 64 * w)})
     heights = {staircase(f) for f in [1.0, *((a + b) / 2 for a, b in pairwise(edges))]}
-    found = matching(staircase, target)
+    found = match_parameters(staircase, target)
     assert found.params == staircase(found.factor)
     assert abs(found.params - target) == min(abs(h - target) for h in heights)
     assert found.target == target
 
 
 def test_the_constant_is_short_to_write() -> None:
-    assert matching(staircase, staircase(1.5)).factor == 1.4  # or 1.5: the first that has no more digits
-    assert matching(staircase, staircase(2.0)).factor == 2.0
-    assert matching(staircase, staircase(1.0)).factor == 1.0
-    assert len(str(matching(staircase, 77).factor)) <= 4
+    assert match_parameters(staircase, staircase(1.5)).factor == 1.4  # or 1.5: the first that has no more digits
+    assert match_parameters(staircase, staircase(2.0)).factor == 2.0
+    assert match_parameters(staircase, staircase(1.0)).factor == 1.0
+    assert len(str(match_parameters(staircase, 77).factor)) <= 4
 
 
 @pytest.mark.parametrize("target", [49, 10**9, 50.0, True])
 def test_a_target_that_no_constant_reaches(target: Any) -> None:
     with pytest.raises(ArgumentError, match=r"no constant gives the network .* as it is it has 50"):
-        matching(staircase, target)
+        match_parameters(staircase, target)
 
 
 def test_the_constant_of_the_paper() -> None:
     """ResNet-56 with its first stage twice as wide has as many parameters as 1.07 (the paper: 1.1) times everything."""
-    growth = growth_of(lambda width: sosp.nets.resnet56(width=width), torch.zeros(2, 3, 8, 8))
+    growth = make_widenable(lambda width: sosp.nets.resnet56(width=width), torch.zeros(2, 3, 8, 8))
     first = {n: 2.0 for n in growth.layers if n == "conv1" or n.startswith("layer1")}
     assert growth.params(first) == 983_082
     found = {factor: growth.params(dict.fromkeys(growth.layers, factor)) for factor in (1.07, 1.071, 1.08)}
@@ -186,11 +186,11 @@ def test_an_untrained_network_is_scored_with_statistics_of_its_own() -> None:
         torch.manual_seed(0)
         model = sosp.nets.resnet56(width=0.25).eval()
         x, y = torch.randn(12, 3, 8, 8), torch.randint(0, 10, (12,))
-    assert is_untouched(model)
+    assert has_initial_statistics(model)
     with check_unchanged(model):
-        fit = settled(model, (x, y))
-    assert not is_untouched(fit)
-    assert settled(fit, (x, y)) is fit
+        fit = recalibrate_untrained(model, (x, y))
+    assert not has_initial_statistics(fit)
+    assert recalibrate_untrained(fit, (x, y)) is fit
     sure = {}
     for name, network in (("0/1", model), ("settled", fit)):
         with torch.no_grad():
@@ -203,7 +203,7 @@ def test_an_untrained_network_is_scored_with_statistics_of_its_own() -> None:
 
 def test_a_network_without_batch_norms_stays_what_it_is() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
-    assert settled(model, (torch.zeros(4, 4), torch.zeros(4, dtype=torch.int64))) is model
+    assert recalibrate_untrained(model, (torch.zeros(4, 4), torch.zeros(4, dtype=torch.int64))) is model
 
 
 # --- what is chosen -------------------------------------------------------------------------------------
@@ -221,32 +221,34 @@ def test_five_layers_where_every_layer_is_a_block_and_one_stage_of_a_resnet() ->
     x, y = torch.randn(8, 1, 8, 8), torch.randint(0, 10, (8,))
     for model, count in ((plain(), 5), (tiny(0.25).eval(), 1)):
         seen = bottlenecks(sosp.score(model, (x, y), method="first-order"), ratios=[0.3, 0.5])
-        growth = growth_of(model, x)
-        found = choice_of(seen, growth, ExpansionPlan())
+        growth = make_widenable(model, x)
+        found = choose_blocks(seen, growth, ExpansionPlan())
         assert len(found.blocks) == count
         others = [share for block, share in found.removed.items() if block not in found.blocks]
         assert max(found.removed[b] for b in found.blocks) <= min(others)
         assert found.constant.target == growth.params(found.factors)
         assert set(found.factors.values()) == {2.0}
-    assert len(choice_of(seen, growth, ExpansionPlan(blocks=2)).blocks) == 2
+    assert len(choose_blocks(seen, growth, ExpansionPlan(blocks=2)).blocks) == 2
     with pytest.raises(ArgumentError, match="blocks=40 are to be widened, but the network has 3: layer1, layer2"):
-        choice_of(seen, growth, ExpansionPlan(blocks=40))
+        choose_blocks(seen, growth, ExpansionPlan(blocks=40))
 
 
 # --- the whole procedure --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def whole(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Expanded, list[str], list[Point]]:
+def whole(
+    data: Dataset, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Expanded, list[str], list[ExpansionPoint]]:
     """An expansion, its folder, the epochs and the points that were told of."""
     epochs: list[str] = []
-    told: list[Point] = []
+    told: list[ExpansionPoint] = []
     folder = tmp_path_factory.mktemp("expansion")
-    setup = Setup(ONE, folder=folder, on_epoch=lambda n, e: epochs.append(n), on_point=told.append)
+    setup = ExpansionSetup(ONE, folder=folder, on_epoch=lambda n, e: epochs.append(n), on_point=told.append)
     return folder, expand(tiny, data, plan(), setup, base=0.25), epochs, told
 
 
-def test_expand_pruning(whole: tuple[Path, Expanded, list[str], list[Point]], data: Dataset) -> None:
+def test_expand_pruning(whole: tuple[Path, Expanded, list[str], list[ExpansionPoint]], data: Dataset) -> None:
     folder, found, epochs, told = whole
     assert [p.name for p in found.points] == ["vanilla-ratio0.5", "expand-ratio0.5", "widen-ratio0.5"]
     assert epochs == ["vanilla", "expand", "widen", *(p.name for p in found.points)]
@@ -263,11 +265,11 @@ def test_expand_pruning(whole: tuple[Path, Expanded, list[str], list[Point]], da
 
 
 def test_an_expansion_that_is_done_trains_nothing(
-    whole: tuple[Path, Expanded, list[str], list[Point]], data: Dataset
+    whole: tuple[Path, Expanded, list[str], list[ExpansionPoint]], data: Dataset
 ) -> None:
     folder, found, _, _ = whole
     epochs: list[str] = []
-    setup = Setup(ONE, folder=folder, on_epoch=lambda n, e: epochs.append(n))
+    setup = ExpansionSetup(ONE, folder=folder, on_epoch=lambda n, e: epochs.append(n))
     assert expand(tiny, data, plan(), setup, base=0.25) == found
     assert not epochs
     with pytest.raises(CheckpointError, match=r"another expansion: factor was 2.0 and is 3.0"):
@@ -277,7 +279,7 @@ def test_an_expansion_that_is_done_trains_nothing(
 
 
 def test_an_interrupted_expansion_ends_as_if_it_had_not_been(
-    whole: tuple[Path, Expanded, list[str], list[Point]], data: Dataset, tmp_path: Path
+    whole: tuple[Path, Expanded, list[str], list[ExpansionPoint]], data: Dataset, tmp_path: Path
 ) -> None:
     for enough in (3, 6):  # in the middle of the cuts, after two of three were fine-tuned
         left = iter(range(enough))
@@ -287,11 +289,11 @@ def test_an_interrupted_expansion_ends_as_if_it_had_not_been(
                 raise InterruptedError
 
         with pytest.raises(InterruptedError):
-            expand(tiny, data, plan(), Setup(ONE, folder=tmp_path, on_epoch=stop, on_point=stop), base=0.25)
+            expand(tiny, data, plan(), ExpansionSetup(ONE, folder=tmp_path, on_epoch=stop, on_point=stop), base=0.25)
     with open(tmp_path / "points.jsonl", "a") as file:
         file.write('{"course": "vani')  # of a process that was killed
     epochs: list[str] = []
-    setup = Setup(ONE, folder=tmp_path, on_epoch=lambda n, e: epochs.append(n))
+    setup = ExpansionSetup(ONE, folder=tmp_path, on_epoch=lambda n, e: epochs.append(n))
     assert expand(tiny, data, plan(), setup, base=0.25) == whole[1]
     assert not epochs  # all three were trained side by side, and the checkpoint has them
 
@@ -300,7 +302,7 @@ def test_expanding_any_module_at_initialisation(data: Dataset) -> None:
     """App. A.11: chosen and pruned before any training, then trained once; sizes are of the vanilla network."""
     model = tiny(0.25)
     epochs: list[str] = []
-    setup = Setup(ONE, on_epoch=lambda n, e: epochs.append(n))
+    setup = ExpansionSetup(ONE, on_epoch=lambda n, e: epochs.append(n))
     with check_unchanged(model):
         found = expand(model, data, plan(when="init", sizes=(0.5, 1500)), setup)
     assert [p.size for p in found.points[:2]] == [round(0.5 * found.points[0].whole_params), 1500]
@@ -312,9 +314,9 @@ def test_expanding_any_module_at_initialisation(data: Dataset) -> None:
 def test_a_network_that_is_trained_already_is_not_trained_again(data: Dataset) -> None:
     trained = sosp.train(tiny(0.25), data, ONE).model
     epochs: list[str] = []
-    setup = Setup(ONE, on_epoch=lambda n, e: epochs.append(n))
-    courses = [Course("a", "net", after=0)]
-    (found,) = run_courses({"net": tiny(0.25)}, courses, data, plan(), setup, trained={"net": trained})
+    setup = ExpansionSetup(ONE, on_epoch=lambda n, e: epochs.append(n))
+    courses = [PruningProtocol("a", "net", after=0)]
+    (found,) = run_protocols({"net": tiny(0.25)}, courses, data, plan(), setup, trained={"net": trained})
     assert not epochs
     assert found.whole == sosp.evaluate(trained, data.test).top1
 
@@ -332,7 +334,7 @@ def test_fixed_widths_are_refused_before_any_training(data: Dataset) -> None:
 
     epochs: list[str] = []
     with pytest.raises(StructureError, match=r"'conv' cannot be widened: the width is fixed"):
-        expand(Fixed(), data, plan(), Setup(ONE, on_epoch=lambda n, e: epochs.append(n)))
+        expand(Fixed(), data, plan(), ExpansionSetup(ONE, on_epoch=lambda n, e: epochs.append(n)))
     assert not epochs
 
 
@@ -343,7 +345,9 @@ def test_pruning_before_and_after_training_train_as_long(data: Dataset) -> None:
     epochs: list[str] = []
     model = tiny(0.25)
     with check_unchanged(model):
-        late, early = init_or_trained(model, data, plan(), Setup(ONE, on_epoch=lambda n, e: epochs.append(n)))
+        late, early = compare_init_pruning(
+            model, data, plan(), ExpansionSetup(ONE, on_epoch=lambda n, e: epochs.append(n))
+        )
     assert (late.course, early.course) == ("train-pruning", "init-pruning")
     assert sorted(epochs) == ["init-pruning-ratio0.5"] * 2 + ["network", "train-pruning-ratio0.5"]
     assert (early.whole, early.cut) == (None, None)
@@ -354,11 +358,11 @@ def test_pruning_before_and_after_training_train_as_long(data: Dataset) -> None:
 
 def test_shuffled_masks_keep_the_architecture_and_random_ones_do_not(data: Dataset) -> None:
     courses = [
-        Course("plain", "net", before=0, after=0),
-        Course("shuffled", "net", before=0, after=0, shuffled=True),
-        Course("random", "net", before=0, after=0, method="random"),
+        PruningProtocol("plain", "net", before=0, after=0),
+        PruningProtocol("shuffled", "net", before=0, after=0, shuffled=True),
+        PruningProtocol("random", "net", before=0, after=0, method="random"),
     ]
-    plain, shuffled, other = run_courses({"net": tiny()}, courses, data, plan(), Setup(ONE))
+    plain, shuffled, other = run_protocols({"net": tiny()}, courses, data, plan(), ExpansionSetup(ONE))
     assert plain.layers == shuffled.layers
     assert (plain.structures, plain.removed) == (shuffled.structures, shuffled.removed)
     assert other.layers != plain.layers
@@ -367,9 +371,11 @@ def test_shuffled_masks_keep_the_architecture_and_random_ones_do_not(data: Datas
 
 def test_a_size_that_cannot_be_had_is_a_point_with_a_reason(data: Dataset, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2), nn.ReLU(), nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 10))
-    courses = [Course("init", "net", before=0)]
+    courses = [PruningProtocol("init", "net", before=0)]
     for _ in range(2):  # also from the folder
-        (found,) = run_courses({"net": model}, courses, data, plan(ratios=(0.8,)), Setup(ONE, folder=tmp_path))
+        (found,) = run_protocols(
+            {"net": model}, courses, data, plan(ratios=(0.8,)), ExpansionSetup(ONE, folder=tmp_path)
+        )
         assert "cuts the network in two" in found.refusal
         assert found.tuned is None
 
@@ -378,13 +384,13 @@ def test_a_size_that_cannot_be_had_is_a_point_with_a_reason(data: Dataset, tmp_p
     ("courses", "words"),
     [
         ([], "told apart"),
-        ([Course("a", "net"), Course("a", "net")], "told apart"),
-        ([Course("a", "other")], "'other', which is not among networks"),
+        ([PruningProtocol("a", "net"), PruningProtocol("a", "net")], "told apart"),
+        ([PruningProtocol("a", "other")], "'other', which is not among networks"),
     ],
 )
-def test_bad_courses(courses: list[Course], words: str, data: Dataset) -> None:
+def test_bad_courses(courses: list[PruningProtocol], words: str, data: Dataset) -> None:
     with pytest.raises(ArgumentError, match=words):
-        run_courses({"net": tiny(0.25)}, courses, data, plan(), Setup(ONE))
+        run_protocols({"net": tiny(0.25)}, courses, data, plan(), ExpansionSetup(ONE))
 
 
 @pytest.mark.parametrize(
@@ -403,11 +409,11 @@ def test_bad_plans(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         ExpansionPlan(**options)
     with pytest.raises(ArgumentError, match="before"):
-        Course("a", "net", before=-1)
+        PruningProtocol("a", "net", before=-1)
 
 
 def test_a_folder_that_was_changed_is_refused(data: Dataset, tmp_path: Path) -> None:
-    setup = Setup(ONE, folder=tmp_path)
+    setup = ExpansionSetup(ONE, folder=tmp_path)
     (tmp_path / "plan.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"plan\.json: is not what an expansion wrote"):
         expand(tiny, data, plan(when="init"), setup, base=0.25)

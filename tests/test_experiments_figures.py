@@ -7,29 +7,29 @@ from typing import Any
 
 import pytest
 
-from sosp.studies.cells import Grown, document
-from sosp.studies.pages.drawing import canvas, draw
-from sosp.studies.pages.figures import LOOKS, Figure, Line, Point, figures
-from sosp.studies.pages.rows import rows
-from sosp.studies.paper import Cell, Experiment, Pruned, Published, Record, Timed, Trained
-from sosp.studies.store import NETWORKS
-from sosp.studies.store import write as keep
+from sosp.studies.cell_records import NETWORKS
+from sosp.studies.cell_records import write_cell_record as keep
+from sosp.studies.cells import WideningSpec, encode_cell
+from sosp.studies.pages.drawing import draw_figure, make_canvas
+from sosp.studies.pages.figures import LOOKS, Figure, FigurePoint, Line, make_figures
+from sosp.studies.pages.result_rows import collect_rows
+from sosp.studies.paper import Cell, CellRecord, Experiment, PrunedCell, PublishedRow, TimedCell, TrainedCell
 
 ORIGIN = {"commit": "c0ffee", "torch": "2.99", "hardware": "Some GPU", "begun": "today"}
 PLACE = ("resnet56", "cifar10")
-START = Trained(*PLACE)
+START = TrainedCell(*PLACE)
 WHOLE = {"accuracy": 0.9339, "params": 850_000, "macs": 125_000_000}
-PAPER = Published(31, *PLACE, "sosp-h", 93.15, 0.15, params=338e3, macs=55e6)
+PAPER = PublishedRow(31, *PLACE, "sosp-h", 93.15, 0.15, params=338e3, macs=55e6)
 
 
-def pruned(method: str = "sosp-h", ratio: float = 0.5, **more: Any) -> Pruned:
-    return Pruned(START, method, ("ratio", ratio), **more)
+def pruned(method: str = "sosp-h", ratio: float = 0.5, **more: Any) -> PrunedCell:
+    return PrunedCell(START, method, ("ratio", ratio), **more)
 
 
 def metrics(cell: Cell) -> dict[str, float]:
-    if isinstance(cell, Trained):
+    if isinstance(cell, TrainedCell):
         return WHOLE
-    if isinstance(cell, Timed):
+    if isinstance(cell, TimedCell):
         return {"seconds": 0.5, "score": 0.4, "select": 0.1, "structures": round(2032 * cell.width), "outputs": 10}
     left = 1 - cell.budget[1]
     sizes = {"params": round(850_000 * left), "macs": round(125e6 * left), "macs_alternative": 1}
@@ -40,13 +40,13 @@ def metrics(cell: Cell) -> dict[str, float]:
 def found(folder: Path, *cells: Cell, suffix: str = "", **more: Any) -> list[Figure]:
     """The figures of an experiment of which all these cells are measured."""
     for cell in (START, *cells):
-        start = {} if isinstance(cell, Trained) else {"sha256": "f", **WHOLE}
+        start = {} if isinstance(cell, TrainedCell) else {"sha256": "f", **WHOLE}
         state: dict[str, Any] = {"state": "done", "origin": ORIGIN, "start": start, "facts": {"source": "trained"}}
-        history = {"seconds": [0.4, 0.6]} if isinstance(cell, Timed) else {}
-        made = Record(document(cell), cell.name, "some", metrics=metrics(cell), history=history, **state)
-        keep(folder, made, NETWORKS if isinstance(cell, Trained) else "some")
+        history = {"seconds": [0.4, 0.6]} if isinstance(cell, TimedCell) else {}
+        made = CellRecord(encode_cell(cell), cell.name, "some", metrics=metrics(cell), history=history, **state)
+        keep(folder, made, NETWORKS if isinstance(cell, TrainedCell) else "some")
     experiment = Experiment("some", "Some title", "Tab. 99", cells, **more)
-    return figures(experiment, rows(experiment, folder), suffix)
+    return make_figures(experiment, collect_rows(experiment, folder), suffix)
 
 
 def lines(figure: Figure, panel: int = 0) -> dict[str, Line]:
@@ -75,14 +75,14 @@ def test_a_method_alone_is_not_drawn(tmp_path: Path) -> None:
         (replace(PAPER, accuracy=None), False),
     ],
 )
-def test_beside_the_papers_points_one_method_is_enough(tmp_path: Path, paper: Published, drawn: bool) -> None:
+def test_beside_the_papers_points_one_method_is_enough(tmp_path: Path, paper: PublishedRow, drawn: bool) -> None:
     assert len(found(tmp_path, pruned(), published=(paper,))) == drawn
 
 
 def test_seconds_of_one_method_are_not_drawn(tmp_path: Path) -> None:
-    alone = tuple(Timed(*PLACE, "sosp-h", width=width) for width in (1.0, 2.0))
+    alone = tuple(TimedCell(*PLACE, "sosp-h", width=width) for width in (1.0, 2.0))
     assert found(tmp_path, *alone) == []
-    (figure,) = found(tmp_path, *alone, Timed(*PLACE, "sosp-i"))
+    (figure,) = found(tmp_path, *alone, TimedCell(*PLACE, "sosp-i"))
     assert figure.title == "Some title – resnet56, wider and wider"
     assert {line.points[0].runs for line in lines(figure).values()} == {2}  # repeats
 
@@ -156,7 +156,7 @@ def test_colour_is_the_method_and_the_look_its_terms(tmp_path: Path) -> None:
 
 
 def test_networks_that_were_grown_look_different(tmp_path: Path) -> None:
-    grown = [replace(START, grown=Grown(how, START)) for how in ("expand", "widen")]
+    grown = [replace(START, grown=WideningSpec(how, START)) for how in ("expand", "widen")]
     (figure,) = found(tmp_path, *grown, pruned(), pruned("random"))
     whole = [line for line in lines(figure).values() if line.whole]
     assert [line.label for line in whole] == ["baseline", "baseline, expand", "baseline, widen"]
@@ -168,13 +168,13 @@ def test_networks_that_were_grown_look_different(tmp_path: Path) -> None:
 
 def line(label: str, *points: tuple[float, ...], look: str = "weights", method: str = "") -> Line:
     """Of three runs each, with a deviation, where nothing else is said."""
-    made = tuple(Point(*point, *(0.1, 3)[len(point) - 2 :]) for point in points)
+    made = tuple(FigurePoint(*point, *(0.1, 3)[len(point) - 2 :]) for point in points)
     return Line(label, method or label.partition(" (")[0], look, made)
 
 
 def drawing(*panels: tuple[Line, ...], up: str = "accuracy in percent") -> Any:
     pytest.importorskip("matplotlib")
-    made = canvas(Figure("some", "Some title", tuple((f"x{k % 2}", up, lines) for k, lines in enumerate(panels))))
+    made = make_canvas(Figure("some", "Some title", tuple((f"x{k % 2}", up, lines) for k, lines in enumerate(panels))))
     made.draw_without_rendering()
     return made
 
@@ -400,7 +400,7 @@ def test_the_same_bytes_and_the_digest_of_all_that_is_drawn(tmp_path: Path) -> N
     pytest.importorskip("matplotlib")
     one = Figure("some", "Some title", (("x", "accuracy in percent", (*SMALL, HUGE, THEIRS)),))
     (tmp_path / "again").mkdir()
-    first, second = draw(one, tmp_path).read_bytes(), draw(one, tmp_path / "again").read_bytes()
+    first, second = draw_figure(one, tmp_path).read_bytes(), draw_figure(one, tmp_path / "again").read_bytes()
     assert first == second
     assert one.digest.encode() in first
     assert b"dc:date" not in first

@@ -8,10 +8,16 @@ from torch.utils.checkpoint import checkpoint
 import sosp
 from cases import Case, case
 from oracles import kfac as oracle
-from sosp.core.batches import read
-from sosp.core.borrow import borrowed
+from sosp.core.batches import iterate_chunks
+from sosp.core.borrowed_model import borrow_model
 from sosp.errors import DataError, LossError, SospError, StructureError
-from sosp.scoring.kronecker import FISHERS, Factor, kronecker, patches, unknown
+from sosp.scoring.kronecker_factors import (
+    FISHERS,
+    KroneckerFactors,
+    estimate_kronecker_factors,
+    explain_refusal,
+    extract_patches,
+)
 from sosp.scoring.passes import Problem
 
 EXACT = {"rtol": 1e-10, "atol": 1e-13}
@@ -23,12 +29,14 @@ def batches(c: Case, sizes: tuple[int, ...] = UNEQUAL) -> list[tuple[Tensor, Ten
     return list(zip(c.inputs.split(sizes), c.targets.split(sizes), strict=True))
 
 
-def found(c: Case, data: object = None, loss: object = "cross_entropy", **options: object) -> dict[str, Factor]:
+def found(
+    c: Case, data: object = None, loss: object = "cross_entropy", **options: object
+) -> dict[str, KroneckerFactors]:
     """The library's factors, also on data that is not cut like the loader's."""
     structures = sosp.find_structures(c.model, c.inputs)
-    with borrowed(c.model):
-        chunks = read((c.inputs, c.targets) if data is None else data, None, None)
-        return kronecker(Problem(c.model, structures, loss, chunks), **options)
+    with borrow_model(c.model):
+        chunks = iterate_chunks((c.inputs, c.targets) if data is None else data, None, None)
+        return estimate_kronecker_factors(Problem(c.model, structures, loss, chunks), **options)
 
 
 def ends(c: Case, fisher: str) -> list[oracle.Ends]:
@@ -117,7 +125,7 @@ def test_sampled_needs_no_seed_and_draws_nothing_of_the_users() -> None:
 def test_patches_are_what_a_convolution_multiplies(options: dict[str, object]) -> None:
     layer = nn.Conv2d(3, 4, (3, 2), **options).double()
     x = torch.randn(2, 3, 7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    made = patches(layer, x)
+    made = extract_patches(layer, x)
     torch.testing.assert_close(made, torch.stack([oracle.patches(layer, row) for row in x]), **EXACT)
     z = made @ layer.weight.flatten(1).T + layer.bias
     torch.testing.assert_close(z.transpose(1, 2), layer(x).flatten(2), **EXACT)
@@ -129,7 +137,7 @@ def test_patches_are_what_a_convolution_multiplies(options: dict[str, object]) -
 def test_patches_of_any_border(kind: type[nn.Module], padding: object, mode: str) -> None:
     layer = kind(2, 3, 3, padding=padding, padding_mode=mode).double()
     x = torch.randn(2, 2, *[5] * len(layer.kernel_size), dtype=torch.float64)
-    z = patches(layer, x) @ layer.weight.flatten(1).T + layer.bias
+    z = extract_patches(layer, x) @ layer.weight.flatten(1).T + layer.bias
     torch.testing.assert_close(z.transpose(1, 2), layer(x).flatten(2), **EXACT)
 
 
@@ -213,14 +221,14 @@ def test_other_layers_are_refused_by_name(name: str, layer: str) -> None:
 
 @pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.Conv1d(1, 1, 1), nn.Conv3d(1, 1, 1), nn.Conv2d(2, 2, 1)])
 def test_layers_that_are_known(layer: nn.Module) -> None:
-    assert unknown(layer, grouped=False) is None
+    assert explain_refusal(layer, grouped=False) is None
 
 
 def test_a_class_of_its_own_is_not_known() -> None:
     class Padded(nn.Conv2d):
         """May pad in its own way."""
 
-    assert unknown(Padded(1, 1, 1), grouped=True) == "is a Padded"
+    assert explain_refusal(Padded(1, 1, 1), grouped=True) == "is a Padded"
 
 
 @pytest.mark.parametrize(
@@ -253,5 +261,7 @@ def test_a_layer_without_gradient_is_named() -> None:
     model, x = Cut(), torch.randn(4, 3)
     structures = sosp.find_structures(model, x)
     model.cut = True
-    with borrowed(model), pytest.raises(SospError, match=r"no gradient .* 'one'.*exclude="):
-        kronecker(Problem(model, structures, "cross_entropy", read((x, torch.tensor([0, 1, 0, 1])), None, None)))
+    with borrow_model(model), pytest.raises(SospError, match=r"no gradient .* 'one'.*exclude="):
+        estimate_kronecker_factors(
+            Problem(model, structures, "cross_entropy", iterate_chunks((x, torch.tensor([0, 1, 0, 1])), None, None))
+        )

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 import sosp
 from learned_digits import SCHEDULE, accuracy, digits
-from sosp.baselines.amc_agent import Agent, Habits, Transition, follow, truncated_normal
-from sosp.baselines.amc_budget import Budget, budget_of
-from sosp.baselines.amc_features import STATES, features_of
-from sosp.baselines.amc_search import Walk, Walker, transitions
+from sosp.baselines.amc_agent import Agent, AgentConfig, AgentTransition, draw_truncated_normal, update_target_network
+from sosp.baselines.amc_budget import AmcBudget, build_budget
+from sosp.baselines.amc_features import STATE_SIZE, extract_features
+from sosp.baselines.amc_search import Episode, EpisodeRunner, list_transitions
 from sosp.errors import ArgumentError
 
 X = torch.randn(6, 2, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -33,10 +33,10 @@ def network() -> nn.Sequential:
         ).eval()
 
 
-def budget(macs: float = 0.5, least: float = 0.2) -> Budget:
+def budget(macs: float = 0.5, least: float = 0.2) -> AmcBudget:
     model = network()
     found = sosp.find_structures(model, X)
-    return budget_of(found, sosp.score(model, None, method="magnitude-l1", structures=found).scores, macs, least)
+    return build_budget(found, sosp.score(model, None, method="magnitude-l1", structures=found).scores, macs, least)
 
 
 def by_hand(kept: list[int]) -> int:
@@ -48,20 +48,20 @@ def by_hand(kept: list[int]) -> int:
 # --- the agent
 
 
-def agent(habits: Habits) -> Agent:
+def agent(habits: AgentConfig) -> Agent:
     return Agent(2, 50, generator(), habits)
 
 
-def batch(n: int = 6) -> Transition:
+def batch(n: int = 6) -> AgentTransition:
     g = generator(1)
     state, following = torch.rand(n, 2, generator=g), torch.rand(n, 2, generator=g)
     action, reward = torch.rand(n, 1, generator=g), torch.rand(n, 1, generator=g)
-    return Transition(state, action, reward, following, torch.tensor([[0.0], [1.0]] * (n // 2)))
+    return AgentTransition(state, action, reward, following, torch.tensor([[0.0], [1.0]] * (n // 2)))
 
 
 def test_targets_by_hand() -> None:
     """Rewards less their moving average, and what the twins expect, unless it was the end."""
-    one, b = agent(Habits(hidden=3, discount=0.9, blend=0.25)), batch()
+    one, b = agent(AgentConfig(hidden=3, discount=0.9, blend=0.25)), batch()
     with torch.no_grad():
         ahead = one.slow_critic(torch.cat([b.following, one.slow_actor(b.following)], 1))
     mean = b.reward.mean()
@@ -74,19 +74,19 @@ def test_targets_by_hand() -> None:
 def test_the_twins_follow_slowly() -> None:
     slow, fast = nn.Linear(2, 2), nn.Linear(2, 2)
     wanted = [0.9 * a.detach() + 0.1 * b.detach() for a, b in zip(slow.parameters(), fast.parameters(), strict=True)]
-    follow(slow, fast, 0.1)
+    update_target_network(slow, fast, 0.1)
     for a, b in zip(slow.parameters(), wanted, strict=True):
         torch.testing.assert_close(a.detach(), b)
 
 
 def test_a_lesson_by_hand() -> None:
     """The critic by the squared error, then the actor up the new critic, then the twins a hundredth of the way."""
-    habits = Habits(hidden=4, batch=6)
+    habits = AgentConfig(hidden=4, batch=6)
     one = agent(habits)
     two: Any = copy.deepcopy({n: getattr(one, n) for n in ("actor", "critic", "slow_actor", "slow_critic")})
     b = batch()
     for k in range(6):
-        one.remember(Transition(*(x[k] for x in b)))
+        one.remember(AgentTransition(*(x[k] for x in b)))
     one.learn()
 
     with torch.no_grad():
@@ -110,12 +110,12 @@ def test_a_lesson_by_hand() -> None:
 
 @pytest.mark.parametrize("best", [0.3, 0.7])
 def test_it_learns_what_pays(best: float) -> None:
-    one = Agent(1, 300, generator(), Habits(hidden=64, actor_rate=1e-3, critic_rate=1e-2, batch=32))
+    one = Agent(1, 300, generator(), AgentConfig(hidden=64, actor_rate=1e-3, critic_rate=1e-2, batch=32))
     state, end = torch.ones(1), torch.ones(1)
     for step in range(300):
         action = one.explore() if step < 60 else one.act(state, 0.2)
         reward = torch.tensor([1 - 4 * (action - best) ** 2])
-        one.remember(Transition(state, torch.tensor([action]), reward, state, end))
+        one.remember(AgentTransition(state, torch.tensor([action]), reward, state, end))
         if step >= 60:
             one.learn()
     assert float(one.actor(state).detach()) == pytest.approx(best, abs=0.12)
@@ -124,7 +124,7 @@ def test_it_learns_what_pays(best: float) -> None:
 @pytest.mark.parametrize(("mean", "deviation"), [(0.5, 0.5), (0.95, 0.5), (0.02, 0.1), (0.5, 1e-4)])
 def test_truncated_normal(mean: float, deviation: float) -> None:
     g = generator()
-    drawn = torch.tensor([truncated_normal(mean, deviation, g) for _ in range(2000)], dtype=torch.float64)
+    drawn = torch.tensor([draw_truncated_normal(mean, deviation, g) for _ in range(2000)], dtype=torch.float64)
     assert 0 <= float(drawn.min()) <= float(drawn.max()) <= 1
     a, b = (0 - mean) / deviation, (1 - mean) / deviation
     normal = torch.distributions.Normal(0.0, 1.0)
@@ -136,9 +136,9 @@ def test_truncated_normal(mean: float, deviation: float) -> None:
 
 
 def test_memories_are_drawn_without_repetition_where_there_are_enough() -> None:
-    one = agent(Habits(hidden=2, batch=5))
+    one = agent(AgentConfig(hidden=2, batch=5))
     for k in range(7):
-        one.remember(Transition(*(x[k % 6] for x in batch()))._replace(reward=torch.tensor([float(k)])))
+        one.remember(AgentTransition(*(x[k % 6] for x in batch()))._replace(reward=torch.tensor([float(k)])))
     assert len(set(one._recall().reward.flatten().tolist())) == 5
     assert len(one.memory) == 7
 
@@ -187,7 +187,7 @@ def test_what_fits_exactly_fits(kept: int) -> None:
 
 def test_an_action_is_the_share_that_stays() -> None:
     b = budget(1.0)
-    walker = Walker(b, features_of(network(), X, b), generator())
+    walker = EpisodeRunner(b, extract_features(network(), X, b), generator())
     walker.agent.explore = lambda: 0.75  # type: ignore[method-assign]
     assert walker.walk(None).kept == (9, 8, 6, 5)  # of 12, 10, 8, 7
     walker.agent.act = lambda state, noise: 0.0  # type: ignore[method-assign]
@@ -197,7 +197,7 @@ def test_an_action_is_the_share_that_stays() -> None:
 @pytest.mark.parametrize("macs", [0.15, 0.4, 0.7])
 def test_every_walk_meets_the_budget(macs: float) -> None:
     b = budget(macs)
-    walker = Walker(b, features_of(network(), X, b), generator())
+    walker = EpisodeRunner(b, extract_features(network(), X, b), generator())
     for noise in (None, None, None, 0.5, 0.1):
         walk = walker.walk(noise)
         assert by_hand(list(walk.kept)) <= macs * b.whole
@@ -215,7 +215,7 @@ def test_a_budget_that_cannot_be_met() -> None:
 
 def test_the_eleven_numbers() -> None:
     b = budget()
-    seen = features_of(network(), X, b)
+    seen = extract_features(network(), X, b)
     work = [64 * 9 * 2 * 12, 16 * 9 * 12 * 10, 16 * 10 * 8, 8 * 7]
     raw = torch.tensor(
         [  # t, n, c, h, w, stride, k, MACs
@@ -229,12 +229,12 @@ def test_the_eleven_numbers() -> None:
     for t in range(4):
         rest = torch.tensor([0.25, sum(work[t + 1 :]) / b.whole, 0.5])
         torch.testing.assert_close(seen.state(t, 0.25, 0.5), torch.cat([scaled[t], rest]))
-    assert len(seen.state(0, 0.0, 1.0)) == STATES
+    assert len(seen.state(0, 0.0, 1.0)) == STATE_SIZE
 
 
 def test_what_a_walk_tells_the_next_layer() -> None:
     b = budget(0.4)
-    walk = Walker(b, features_of(network(), X, b), generator(3)).walk(None)
+    walk = EpisodeRunner(b, extract_features(network(), X, b), generator(3)).walk(None)
     assert walk.states[0][-3] == 0
     assert walk.states[0][-1] == 1
     for t in range(1, 4):
@@ -245,7 +245,7 @@ def test_what_a_walk_tells_the_next_layer() -> None:
 
 def test_every_step_gets_the_reward_of_the_whole_walk() -> None:
     states = tuple(torch.full((2,), float(t)) for t in range(3))
-    found = transitions(Walk(states, (0.1, 0.2, 0.3), (1, 1, 1)), 0.7)
+    found = list_transitions(Episode(states, (0.1, 0.2, 0.3), (1, 1, 1)), 0.7)
     assert [float(t.reward) for t in found] == pytest.approx([0.7] * 3)
     assert [float(t.action) for t in found] == pytest.approx([0.1, 0.2, 0.3])
     assert [float(t.following[0]) for t in found] == [1, 2, 2]

@@ -31,7 +31,7 @@ def test_train_with_slimming(tmp_path: Path) -> None:
     model = trained(tmp_path / "slim", "--slimming", "0.02")
     config = json.loads((tmp_path / "slim" / "config.json").read_text())
     assert "0.02" in json.dumps(config)
-    start = by_name.make("sosp:digits_resnet", classes=10, width=0.25, seed=0)
+    start = by_name.build_network("sosp:digits_resnet", classes=10, width=0.25, seed=0)
     schedule = sosp.Schedule(**{**vars(sosp.SCHEDULES["digits"]), "epochs": 2})
     data = sosp.data.load("digits")
     wanted = sosp.train(start, data, schedule, companion=Slimming(0.02)).model

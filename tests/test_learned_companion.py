@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import sosp
 from sosp.baselines import Slimming
-from sosp.baselines.gal_training import Adversary
+from sosp.baselines.gal_training import AdversarialMask
 from sosp.baselines.variational_training import GaussianScales
 from sosp.training import Companion, SlowTrainingWarning, Speed
 
@@ -47,7 +47,7 @@ def by_hand(with_labels: bool, with_ones: bool = True) -> list[Tensor]:
     model = copy.deepcopy(network())
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     for number in range(2):
-        for x, y in sosp.training.user_data.Pair(X, Y).epoch(number, batch=8, seed=0):
+        for x, y in sosp.training.user_data.PairSource(X, Y).epoch(number, batch=8, seed=0):
             optimiser.zero_grad()
             out = model(x)
             labels = F.cross_entropy(out, y, reduction="sum") / len(y)
@@ -90,7 +90,7 @@ def test_they_run_inside_a_cuda_graph(name: str) -> None:
     made = {
         "slimming": Slimming(0.01),
         "variational": GaussianScales(["1"], 0.01, warmup=3),
-        "gal": Adversary(found, 2, strength=0.1, every=2),
+        "gal": AdversarialMask(found, 2, strength=0.1, every=2),
     }
     trained = []
     for graph in (True, False):

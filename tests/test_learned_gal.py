@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import sosp
 from learned_digits import SCHEDULE, accuracy, by_chance, digits, known
-from sosp.baselines.fista import Fista, proximal_step
-from sosp.baselines.fold_gates import fold
-from sosp.baselines.gal_training import WIDTHS, Adversary
-from sosp.core.gates import along, gated
+from sosp.baselines.fista import Fista, take_proximal_step
+from sosp.baselines.fold_gates import fold_factors
+from sosp.baselines.gal_training import WIDTHS, AdversarialMask
+from sosp.core.gates import align_values, apply_gates
 from sosp.errors import ArgumentError, StructureError
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -43,14 +43,14 @@ def doubles(*numbers: float) -> Tensor:
 def test_proximal_steps_by_hand() -> None:
     """rate 0.5, strength 0.2: every number loses 0.5 (slope + 0.2), and none gets below zero."""
     x, slope = doubles(1.0, 0.2, 1.0), doubles(0.0, 0.5, -1.0)
-    first, momentum = proximal_step(x, x, doubles(0.0), slope, 0.5, 0.2)
+    first, momentum = take_proximal_step(x, x, doubles(0.0), slope, 0.5, 0.2)
     torch.testing.assert_close(first, doubles(0.9, 0.0, 1.4), **EXACT)
     assert momentum == 1
-    second, momentum = proximal_step(first, x, momentum, slope, 0.5, 0.2)  # (1 - 1) / t: still without momentum
+    second, momentum = take_proximal_step(first, x, momentum, slope, 0.5, 0.2)  # (1 - 1) / t: still without momentum
     torch.testing.assert_close(second, doubles(0.8, 0.0, 1.8), **EXACT)
     golden = (1 + 5**0.5) / 2
     torch.testing.assert_close(momentum, doubles(golden), **EXACT)
-    third, momentum = proximal_step(second, first, momentum, slope, 0.5, 0.2)
+    third, momentum = take_proximal_step(second, first, momentum, slope, 0.5, 0.2)
     ahead = (1 + (1 + 4 * golden**2) ** 0.5) / 2
     push = (golden - 1) / ahead
     torch.testing.assert_close(third, doubles(0.8 - push * 0.1 - 0.1, 0.0, 1.8 + push * 0.4 + 0.4), **EXACT)
@@ -61,7 +61,7 @@ def test_a_proximal_step_is_the_minimum_it_claims_to_be() -> None:
     y, rate, strength = 0.37, 0.25, 0.8
     grid = torch.linspace(0, 2, 200001, dtype=torch.float64)
     best = grid[((grid - y).square() / 2 + rate * strength * grid).argmin()]
-    found, _ = proximal_step(doubles(y), doubles(y), doubles(0.0), doubles(0.0), rate, strength)
+    found, _ = take_proximal_step(doubles(y), doubles(y), doubles(0.0), doubles(0.0), rate, strength)
     assert abs(float(found - best)) < 1e-5  # the grid
 
 
@@ -97,15 +97,15 @@ def test_a_step_by_hand() -> None:
     model, rate, strength, closeness = network(), 0.1, 0.3, 0.7
     found = structures(model)
     schedule = sosp.Schedule(epochs=1, batch=12, rate=rate, momentum=0.0, decay=0.0, shape="constant")
-    judge = Adversary(found, 2, strength=strength, closeness=closeness, every=1, seed=3)
+    judge = AdversarialMask(found, 2, strength=strength, closeness=closeness, every=1, seed=3)
     trained = sosp.train(model, (X, Y), schedule, companion=judge)
 
-    started = Adversary(found, 2, seed=3)
+    started = AdversarialMask(found, 2, seed=3)
     started.begin(copy.deepcopy(model))
     told: Any = started.discriminator
     assert [layer.out_features for layer in told if isinstance(layer, nn.Linear)] == [*WIDTHS, 1]
     twin, mask = network().train(), torch.ones(4, dtype=torch.float64, requires_grad=True)
-    x, _ = next(iter(sosp.training.user_data.Pair(X, Y).epoch(0, batch=12, seed=0)))
+    x, _ = next(iter(sosp.training.user_data.PairSource(X, Y).epoch(0, batch=12, seed=0)))
     mine = twin[3](torch.relu(twin[1](twin[0](x)) * mask))
     theirs = network().eval()(x).detach()
     sure = torch.sigmoid(told(mine))
@@ -157,7 +157,7 @@ def test_channels_that_share_a_gate_share_a_number() -> None:
     model = network()
     found = structures(model, groups=[{"0": [0, 2]}])
     found = replace(found, ids=(torch.tensor([0, 1, 0, -1]),))
-    companion = Adversary(found, 2)
+    companion = AdversarialMask(found, 2)
     companion.begin(model)
     with torch.no_grad():
         companion.mask.copy_(doubles(0.5, 3.0))
@@ -196,10 +196,10 @@ def test_a_folded_network_is_the_gated_one(gate: str, training: bool) -> None:
     factors = torch.rand(len(found), dtype=torch.float64)
     own = found.spread(factors)
     twin = copy.deepcopy(model).train(training)
-    with gated(twin, found.layers, gate, lambda i, y: y * along(own[i], y.dim(), found.layers[i].axis)):
+    with apply_gates(twin, found.layers, gate, lambda i, y: y * align_values(own[i], y.dim(), found.layers[i].axis)):
         wanted = twin(x)
     small = copy.deepcopy(model).train(training)
-    fold(small, found, factors)
+    fold_factors(small, found, factors)
     torch.testing.assert_close(small(x), wanted, **EXACT)
     assert not torch.allclose(model.train(training)(x), wanted)
 

@@ -33,7 +33,7 @@ def test_a_step_by_hand() -> None:
     schedule = sosp.Schedule(epochs=1, batch=12, rate=0.1, momentum=0.0, decay=0.0, shape="constant")
     trained = sosp.train(network(), (X, Y), schedule, companion=Slimming(0.3))
     model: Any = network()
-    order = next(iter(sosp.training.user_data.Pair(X, Y).epoch(0, batch=12, seed=0)))
+    order = next(iter(sosp.training.user_data.PairSource(X, Y).epoch(0, batch=12, seed=0)))
     F.cross_entropy(model(order[0]), order[1]).backward()
     push = torch.tensor([0.3, -0.3, 0.0, 0.3], dtype=torch.float64)
     wanted = model[1].weight - 0.1 * (model[1].weight.grad + push)

@@ -11,7 +11,7 @@ from torch.distributions import Normal, kl_divergence
 
 import sosp
 from learned_digits import SCHEDULE, accuracy, by_chance, digits, known
-from sosp.baselines.variational_training import SMALLEST, GaussianScales, divergence
+from sosp.baselines.variational_training import SMALLEST, GaussianScales, compute_divergence
 from sosp.errors import ArgumentError, StructureError
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -37,16 +37,16 @@ def network() -> Any:
 def test_the_divergence_is_that_of_two_gaussians() -> None:
     mean, deviation = torch.tensor([0.0, 0.3, -2.0]), torch.tensor([0.1, 0.5, 1.5])
     wanted = kl_divergence(Normal(mean, deviation), Normal(0.0, 0.7))
-    torch.testing.assert_close(divergence(mean, deviation, 0.7), wanted)
+    torch.testing.assert_close(compute_divergence(mean, deviation, 0.7), wanted)
     own = kl_divergence(Normal(mean, deviation), Normal(torch.zeros(3), deviation))
-    torch.testing.assert_close(divergence(mean, deviation), own)
+    torch.testing.assert_close(compute_divergence(mean, deviation), own)
 
 
 @pytest.mark.parametrize("prior", [None, 0.5])
 def test_its_slopes_by_hand(prior: float | None) -> None:
     mean = torch.tensor([0.3, -2.0], dtype=torch.float64, requires_grad=True)
     deviation = torch.tensor([0.5, 1.5], dtype=torch.float64, requires_grad=True)
-    slopes = torch.autograd.grad(divergence(mean, deviation, prior).sum(), (mean, deviation))
+    slopes = torch.autograd.grad(compute_divergence(mean, deviation, prior).sum(), (mean, deviation))
     m, s = mean.detach(), deviation.detach()
     wanted = (m / s**2, -(m**2) / s**3) if prior is None else (m / 0.25, s / 0.25 - 1 / s)
     for found, slope in zip(slopes, wanted, strict=True):
@@ -72,7 +72,7 @@ def test_a_step_by_hand(prior: float | None) -> None:
     mean, log = model[1].weight.detach().clone(), torch.zeros(4, dtype=torch.float64)
     p |= {"beta": model[1].bias.detach() / mean, "mean": mean, "log": log}
     leaves = {n: q.requires_grad_() for n, q in p.items()}
-    x, y = next(iter(sosp.training.user_data.Pair(X, Y).epoch(0, batch=12, seed=0)))
+    x, y = next(iter(sosp.training.user_data.PairSource(X, Y).epoch(0, batch=12, seed=0)))
     noise = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     deviation = 0.1 * mean.detach().abs() * leaves["log"].exp()
     loss = F.cross_entropy(forward(leaves, x, leaves["mean"] + deviation * noise), y)
@@ -97,7 +97,7 @@ def test_the_weight_of_the_divergence_rises() -> None:
     companion = GaussianScales(["1"], 0.5, warmup=4)
     model = network()
     companion.begin(model)
-    far = float(divergence(companion.mean, companion.deviation).sum().detach())
+    far = float(compute_divergence(companion.mean, companion.deviation).sum().detach())
     seen = []
     for _ in range(6):
         seen.append(float(companion.loss(model, None, None, Y).detach()) / (0.5 * far))

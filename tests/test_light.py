@@ -157,7 +157,7 @@ def test_a_report_names_the_extra_it_needs(package: str, monkeypatch: pytest.Mon
 
 
 def test_results_pages_name_the_extra_they_need(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from sosp.core.packages import import_package
+    from sosp.core.optional_packages import import_package
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)

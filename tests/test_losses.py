@@ -17,9 +17,9 @@ from oracles import gauss_newton
 from oracles import losses as oracle
 from oracles.theta import thetas
 from sosp.core.batches import Chunk
-from sosp.core.losses import logits_of, per_example
+from sosp.core.losses import compute_example_losses, find_logits
 from sosp.errors import ArgumentError, DataError, LossError, OutputError
-from sosp.scoring.output_curvature import factors
+from sosp.scoring.output_curvature import factor_curvature
 
 # D terms of size 1 (of size |f| <= 100 for the squared loss), added in another order.
 ROUNDING = {"rtol": 1e-12, "atol": 1e-14}
@@ -40,7 +40,7 @@ def labels(classes: int, *shape: int, seed: int = 0) -> Tensor:
 def curvature(loss: Any, outputs: Any, data: Chunk, classes: int | None = None, seed: int | None = None) -> Tensor:
     """``sum_v v v^T`` of every example, over all its outputs: (N, F, F)."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    V = [v.reshape(data.size, -1) for v in factors(loss, outputs, data, classes, generator)]
+    V = [v.reshape(data.size, -1) for v in factor_curvature(loss, outputs, data, classes, generator)]
     return sum(torch.einsum("ni,nj->nij", v, v) for v in V) if V else torch.zeros(())
 
 
@@ -57,7 +57,7 @@ EXTREMES = torch.tensor(
 @pytest.mark.parametrize("D", [2, 3, 4, 5, 6])
 def test_factors_of_cross_entropy(D: int) -> None:
     f, y = randn(7, D, seed=D), labels(D, 7)
-    found = list(factors("cross_entropy", f, chunk(y), None, None))
+    found = list(factor_curvature("cross_entropy", f, chunk(y), None, None))
     assert len(found) == D - 1  # one fewer than outputs: adding a constant to all of them changes nothing
     assert torch.allclose(curvature("cross_entropy", f, chunk(y)), oracle.curvatures(f, y, "cross_entropy"), **ROUNDING)
 
@@ -176,7 +176,7 @@ def test_sampled_labels_are_unbiased(k: int) -> None:
     # An entry of (p - e_y)(p - e_y)^T lies in [-1, 1]: its standard deviation is at most 1 / sqrt(k draws). 5 sigma.
     assert (mean - R).abs().max() < 5 / math.sqrt(k * draws)
     assert (mean - R).abs().max() > 0
-    assert len(list(factors("cross_entropy", f, chunk(y), k, None))) == k
+    assert len(list(factor_curvature("cross_entropy", f, chunk(y), k, None))) == k
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -264,7 +264,7 @@ def test_several_positions(name: str, ignored: bool) -> None:
     y = with_ignored(y) if ignored else y
     moved = f if last else f.movedim(1, -1)
     values = torch.stack([mean_over_positions(a.reshape(-1, D), b.reshape(-1)) for a, b in zip(moved, y, strict=True)])
-    assert torch.allclose(per_example("cross_entropy", f, chunk(y)), values, **ROUNDING)
+    assert torch.allclose(compute_example_losses("cross_entropy", f, chunk(y)), values, **ROUNDING)
     R = torch.stack([dense_R(a, b, last) for a, b in zip(f, y, strict=True)])
     assert torch.allclose(curvature("cross_entropy", f, chunk(y)), R, rtol=1e-10, atol=1e-13)
 
@@ -282,7 +282,7 @@ def test_sampled_labels_of_several_positions_are_unbiased() -> None:
 
 def test_an_example_without_a_label_counts_nothing() -> None:
     f, y = randn(3, 4), torch.tensor([1, -100, 2])
-    assert per_example("cross_entropy", f, chunk(y))[1] == 0
+    assert compute_example_losses("cross_entropy", f, chunk(y))[1] == 0
     R = curvature("cross_entropy", f, chunk(y))
     assert R[1].abs().max() == 0
     assert torch.allclose(R[[0, 2]], oracle.curvatures(f, y, "cross_entropy")[[0, 2]], **ROUNDING)
@@ -294,8 +294,8 @@ def test_an_example_without_a_label_counts_nothing() -> None:
 def test_soft_labels() -> None:
     f, y = randn(5, 4), randn(5, 4, seed=1).softmax(1)
     values = -(y * f.log_softmax(1)).sum(1)
-    assert torch.allclose(per_example("cross_entropy", f, chunk(y)), values, **ROUNDING)
-    assert torch.allclose(per_example("cross_entropy", f, chunk(y.float())), values, rtol=1e-6)
+    assert torch.allclose(compute_example_losses("cross_entropy", f, chunk(y)), values, **ROUNDING)
+    assert torch.allclose(compute_example_losses("cross_entropy", f, chunk(y.float())), values, rtol=1e-6)
     R = oracle.curvatures(f, y, "cross_entropy")
     assert torch.allclose(curvature("cross_entropy", f, chunk(y)), R, rtol=1e-12, atol=1e-13)
 
@@ -310,7 +310,7 @@ def test_soft_labels_that_add_up_to_something_else() -> None:
 def test_soft_labels_of_several_positions() -> None:
     f, y = randn(3, 4, 2), randn(3, 4, 2, seed=1).softmax(1)
     values = -(y * f.log_softmax(1)).sum(1).mean(1)
-    assert torch.allclose(per_example("cross_entropy", f, chunk(y)), values, **ROUNDING)
+    assert torch.allclose(compute_example_losses("cross_entropy", f, chunk(y)), values, **ROUNDING)
     hard = curvature("cross_entropy", f, chunk(labels(4, 3, 2)))
     assert torch.allclose(curvature("cross_entropy", f, chunk(y)), hard, rtol=1e-12, atol=1e-13)
 
@@ -322,28 +322,30 @@ def test_soft_labels_of_several_positions() -> None:
 def test_per_example_is_the_oracles(loss: Any) -> None:
     f = randn(6, 4)
     y = labels(4, 6) if loss == "cross_entropy" else randn(6, 4, seed=1)
-    assert torch.allclose(per_example(loss, f, chunk(y)), oracle.per_example(f, y, loss), **ROUNDING)
+    assert torch.allclose(compute_example_losses(loss, f, chunk(y)), oracle.per_example(f, y, loss), **ROUNDING)
 
 
 def test_per_example_of_extreme_outputs_is_finite() -> None:
     y = torch.full((len(EXTREMES),), 2)
     assert torch.allclose(
-        per_example("cross_entropy", EXTREMES, chunk(y)), oracle.cross_entropy(EXTREMES, y), **ROUNDING
+        compute_example_losses("cross_entropy", EXTREMES, chunk(y)), oracle.cross_entropy(EXTREMES, y), **ROUNDING
     )
 
 
 def test_the_squared_loss_sums_over_everything_but_the_examples() -> None:
     f, y = randn(3, 2, 4), randn(3, 2, 4, seed=1)
     flat = oracle.squared(f.flatten(1), y.flatten(1))
-    assert torch.allclose(per_example("mse", f, chunk(y)), flat, **ROUNDING)
-    one = per_example("mse", f[:, 0, 0], chunk(y[:, 0, 0]))
+    assert torch.allclose(compute_example_losses("mse", f, chunk(y)), flat, **ROUNDING)
+    one = compute_example_losses("mse", f[:, 0, 0], chunk(y[:, 0, 0]))
     assert torch.allclose(one, 0.5 * (f - y)[:, 0, 0] ** 2, **ROUNDING)
 
 
 def test_a_models_own_loss_counts_once_per_example() -> None:
-    found = per_example("cross_entropy", {"loss": torch.tensor(2.5)}, chunk(None, size=3, keyed=True))
+    found = compute_example_losses("cross_entropy", {"loss": torch.tensor(2.5)}, chunk(None, size=3, keyed=True))
     assert found.tolist() == [2.5, 2.5, 2.5]
-    found = per_example("cross_entropy", SimpleNamespace(loss=torch.tensor([1.0, 2.0])), chunk(None, 2, keyed=True))
+    found = compute_example_losses(
+        "cross_entropy", SimpleNamespace(loss=torch.tensor([1.0, 2.0])), chunk(None, 2, keyed=True)
+    )
     assert found.tolist() == [1.5, 1.5]  # DataParallel returns a loss per device
 
 
@@ -400,19 +402,19 @@ Named = namedtuple("Named", ["features", "logits"])
     ],
 )
 def test_logits_are_found(outputs: Any) -> None:
-    assert torch.equal(logits_of(outputs), torch.ones(2))
+    assert torch.equal(find_logits(outputs), torch.ones(2))
 
 
 @pytest.mark.parametrize("outputs", [None, {}, {"x": torch.ones(2)}, (), "abc", SimpleNamespace(x=1), ({},)])
 def test_logits_that_cannot_be_found_are_refused(outputs: Any) -> None:
     with pytest.raises(OutputError, match=r"returns a .*logits.*Wrap the model"):
-        logits_of(outputs)
+        find_logits(outputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
 def test_outputs_without_a_derivative_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(OutputError, match=r"of type .*logits"):
-        logits_of(torch.ones(2, dtype=dtype))
+        find_logits(torch.ones(2, dtype=dtype))
 
 
 # --- a loss of one's own over what the model returns, whole
@@ -464,13 +466,13 @@ def test_a_loss_over_two_outputs_has_no_gauss_newton_matrix_here() -> None:
 )  # fmt: skip
 def test_labels_that_do_not_fit(loss: str, f: Tensor, y: Any, words: list[str]) -> None:
     with pytest.raises(DataError) as caught:
-        per_example(loss, f, chunk(y))
+        compute_example_losses(loss, f, chunk(y))
     assert [w for w in words if w not in str(caught.value)] == []
 
 
 def test_one_output_has_no_cross_entropy() -> None:
     with pytest.raises(LossError, match=r"single output.*binary_cross_entropy_with_logits"):
-        per_example("cross_entropy", randn(3, 1), chunk(torch.zeros(3, dtype=torch.long)))
+        compute_example_losses("cross_entropy", randn(3, 1), chunk(torch.zeros(3, dtype=torch.long)))
 
 
 # --- and through the library: the Gauss-Newton matrix of a loss is the one the oracle makes of its R

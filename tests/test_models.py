@@ -19,7 +19,7 @@ NET = "sosp:digits_resnet"
 
 
 def small(seed: int = 0, **more: Any) -> nn.Module:
-    return by_name.make(NET, width=0.25, seed=seed, **more)
+    return by_name.build_network(NET, width=0.25, seed=seed, **more)
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
@@ -43,10 +43,10 @@ def test_fresh_weights_depend_on_the_seed_alone() -> None:
     [(NET, (1, 8, 8)), ("sosp:resnet20", (3, 32, 32)), ("sosp:mobilenet_v2", (3, 224, 224))],
 )
 def test_every_network_has_an_example(name: str, shape: tuple[int, ...]) -> None:
-    model = by_name.make(name, classes=7, width=0.25)
-    x = by_name.example(name, model)
+    model = by_name.build_network(name, classes=7, width=0.25)
+    x = by_name.make_example(name, model)
     assert x.shape == (2, *shape)
-    assert by_name.example(name, model, (1, 2, 3)).shape == (2, 1, 2, 3)
+    assert by_name.make_example(name, model, (1, 2, 3)).shape == (2, 1, 2, 3)
     if shape[1] <= 32:
         assert model(x).shape == (2, 7)
 
@@ -68,7 +68,7 @@ def test_every_network_has_an_example(name: str, shape: tuple[int, ...]) -> None
 )
 def test_names_that_are_none(name: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        by_name.make(name)
+        by_name.build_network(name)
 
 
 def test_a_function_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,20 +76,20 @@ def test_a_function_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "beside_it.py").write_text("from torch import nn\nclass Own(nn.Linear): pass\n")
     (tmp_path / "mine.py").write_text("from beside_it import Own\ndef make():\n    return Own(3, 2)\n")
     name = f"{tmp_path}/mine.py:make"
-    model = by_name.make(name)
+    model = by_name.build_network(name)
     assert type(model).__name__ == "Own"
     assert not model.training
     with pytest.raises(ArgumentError, match=r"not known what inputs .* takes: say it \(input 3x32x32\)"):
-        by_name.example(name, model)
+        by_name.make_example(name, model)
     with pytest.raises(ArgumentError, match="classes is not for"):
-        by_name.make(name, classes=2)
+        by_name.build_network(name, classes=2)
     with pytest.raises(ArgumentError, match=r"has no function 'mak'. Did you mean 'make'\?"):
-        by_name.make(f"{tmp_path}/mine.py:mak")
+        by_name.build_network(f"{tmp_path}/mine.py:mak")
 
 
 def test_width_is_for_our_own() -> None:
     with pytest.raises(ArgumentError, match="width is for sosp: networks"):
-        by_name.make("torchvision:resnet18", width=0.5)
+        by_name.build_network("torchvision:resnet18", width=0.5)
 
 
 # --- packages that may not be there ---------------------------------------------------------------------
@@ -100,7 +100,7 @@ def test_a_missing_package_is_named(source: str, monkeypatch: pytest.MonkeyPatch
     package = {"hf": "transformers"}.get(source.partition(":")[0], source.partition(":")[0])
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SospError, match=f"{package} is not installed: pip install {package}"):
-        by_name.make(source)
+        by_name.build_network(source)
 
 
 def test_a_package_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_a_package_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
     said = "torchvision is installed, but cannot be imported: RuntimeError: operator torchvision::nms does not exist. "
     with pytest.raises(SospError, match=said):
-        by_name.make("torchvision:resnet18")
+        by_name.build_network("torchvision:resnet18")
 
 
 def linear(name: str = "", *, num_classes: int = 1000, **more: Any) -> nn.Module:
@@ -122,24 +122,24 @@ def test_torchvision_is_asked_for_untrained_networks(monkeypatch: pytest.MonkeyP
     fake: Any = ModuleType("torchvision")
     fake.models = SimpleNamespace(list_models=lambda module: ["resnet18", "inception_v3"], get_model=linear)
     monkeypatch.setitem(sys.modules, "torchvision", fake)
-    model: Any = by_name.make("torchvision:resnet18", classes=5)
+    model: Any = by_name.build_network("torchvision:resnet18", classes=5)
     assert (model.out_features, model.given) == (5, {"weights": None})
-    assert by_name.example("torchvision:resnet18", model).shape == (2, 3, 224, 224)
-    assert by_name.example("torchvision:inception_v3", model).shape == (2, 3, 299, 299)
+    assert by_name.make_example("torchvision:resnet18", model).shape == (2, 3, 224, 224)
+    assert by_name.make_example("torchvision:inception_v3", model).shape == (2, 3, 299, 299)
     with pytest.raises(ArgumentError, match=r"torchvision has no model 'resnet8'. Did you mean 'torchvision:resnet18'"):
-        by_name.make("torchvision:resnet8")
+        by_name.build_network("torchvision:resnet8")
 
 
 def test_timm_is_asked_for_untrained_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     fake: Any = ModuleType("timm")
     fake.list_models, fake.create_model = lambda: ["convnext_atto"], linear
     monkeypatch.setitem(sys.modules, "timm", fake)
-    model: Any = by_name.make("timm:convnext_atto.d2_in1k")
+    model: Any = by_name.build_network("timm:convnext_atto.d2_in1k")
     assert (model.out_features, model.given) == (1000, {"pretrained": False})
     model.pretrained_cfg = {"input_size": (3, 160, 160)}
-    assert by_name.example("timm:convnext_atto", model).shape == (2, 3, 160, 160)
+    assert by_name.make_example("timm:convnext_atto", model).shape == (2, 3, 160, 160)
     with pytest.raises(ArgumentError, match=r"timm has no model 'convnxt'. Did you mean 'timm:convnext_atto'"):
-        by_name.make("timm:convnxt")
+        by_name.build_network("timm:convnxt")
 
 
 def tiny_folder(folder: Path, **more: Any) -> Any:
@@ -154,17 +154,17 @@ def tiny_folder(folder: Path, **more: Any) -> Any:
 def test_transformers_from_a_folder(tmp_path: Path) -> None:
     kept = tiny_folder(tmp_path)
     name = f"hf:{tmp_path}"
-    model = by_name.make(name)
+    model = by_name.build_network(name)
     assert same(model, kept)
-    assert sosp.count(model, by_name.example(name, model)).params == sum(p.numel() for p in kept.parameters())
+    assert sosp.count(model, by_name.make_example(name, model)).params == sum(p.numel() for p in kept.parameters())
     with pytest.raises(ArgumentError, match="the weights in the folder are for 3 classes, not 5"):
-        by_name.make(name, classes=5)
+        by_name.build_network(name, classes=5)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ArgumentError, match=r"in pytorch_model.bin, a pickle, which is not read"):
-        by_name.make(name)
+        by_name.build_network(name)
     (tmp_path / "pytorch_model.bin").unlink()
-    assert same(by_name.make(name, seed=1), by_name.make(name, seed=1))
-    assert not same(by_name.make(name), kept)
+    assert same(by_name.build_network(name, seed=1), by_name.build_network(name, seed=1))
+    assert not same(by_name.build_network(name), kept)
 
 
 class FakeHub(ModuleType):
@@ -192,27 +192,27 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, hub: FakeHub) -> None:
 
 def test_transformers_by_type_and_by_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_hub(monkeypatch, FakeHub(None))
-    model: Any = by_name.make("hf:resnet", classes=4)
+    model: Any = by_name.build_network("hf:resnet", classes=4)
     assert (model.out_features, model.given) == (4, {"made": "fresh"})
     with pytest.raises(ArgumentError, match=r"resnt is no folder, .* Did you mean 'resnet'\? Nothing is downloaded"):
-        by_name.make("hf:resnt")
+        by_name.build_network("hf:resnt")
     with pytest.raises(ArgumentError, match=r"has no config\.json"):
-        by_name.make(f"hf:{tmp_path}")
+        by_name.build_network(f"hf:{tmp_path}")
     fake_hub(monkeypatch, FakeHub(["TinyForImageClassification"]))
     (tmp_path / "config.json").write_text("{}")
-    fresh: Any = by_name.make(f"hf:{tmp_path}", classes=7)
+    fresh: Any = by_name.build_network(f"hf:{tmp_path}", classes=7)
     assert (fresh.out_features, fresh.given) == (7, {"made": "own class"})
     (tmp_path / "model-00001-of-00002.safetensors").write_text("")
-    kept: Any = by_name.make(f"hf:{tmp_path}")
+    kept: Any = by_name.build_network(f"hf:{tmp_path}")
     assert (kept.out_features, kept.given) == (3, {"made": "kept"})
 
 
 def test_inputs_from_the_configuration() -> None:
     seen: Any = linear()
     seen.config, seen.main_input_name = SimpleNamespace(image_size=[8, 6], num_channels=1), "pixel_values"
-    assert by_name.example("hf:x", seen).shape == (2, 1, 8, 6)
+    assert by_name.make_example("hf:x", seen).shape == (2, 1, 8, 6)
     seen.config, seen.main_input_name = SimpleNamespace(max_position_embeddings=12), "input_ids"
-    words = by_name.example("hf:x", seen)
+    words = by_name.make_example("hf:x", seen)
     assert {name: x.shape for name, x in words.items()} == {"input_ids": (2, 12), "attention_mask": (2, 12)}
 
 
@@ -226,7 +226,7 @@ def test_state_dicts_in_every_wrapping(wrapper: str | None, prefix: str, tmp_pat
     state = {prefix + name: x for name, x in source.state_dict().items()}
     torch.save({wrapper: state, "epoch": 3} if wrapper else state, tmp_path / "w.pth")
     start = small(2)
-    found = by_name.weighted(start, tmp_path / "w.pth")
+    found = by_name.load_weights(start, tmp_path / "w.pth")
     assert same(found, source)
     assert same(start, small(2))
 
@@ -234,26 +234,26 @@ def test_state_dicts_in_every_wrapping(wrapper: str | None, prefix: str, tmp_pat
 def test_safetensors_and_what_sosp_saved(tmp_path: Path) -> None:
     source = small(1)
     save_file(source.state_dict(), tmp_path / "plain.safetensors")
-    assert same(by_name.weighted(small(2), tmp_path / "plain.safetensors"), source)
-    x = by_name.example(NET, source)
+    assert same(by_name.load_weights(small(2), tmp_path / "plain.safetensors"), source)
+    x = by_name.make_example(NET, source)
     mask = sosp.Mask.from_removed(source, {"layer1.0.conv1": [0, 2]}, x)
     shrunk = sosp.shrink(source, mask, x)
     sosp.save(tmp_path / "small.safetensors", shrunk, mask)
-    assert same(by_name.weighted(small(2), tmp_path / "small.safetensors"), shrunk)
+    assert same(by_name.load_weights(small(2), tmp_path / "small.safetensors"), shrunk)
 
 
 def test_old_files_without_counters(tmp_path: Path) -> None:
     source = small(1)
     state = {n: x for n, x in source.state_dict().items() if not n.endswith("num_batches_tracked")}
     torch.save(state, tmp_path / "w.pth")
-    assert same(by_name.weighted(small(2), tmp_path / "w.pth"), source)
+    assert same(by_name.load_weights(small(2), tmp_path / "w.pth"), source)
 
 
 def test_another_networks_weights_are_refused_in_numbers(tmp_path: Path) -> None:
-    other = by_name.make("sosp:resnet20", width=0.25)
+    other = by_name.build_network("sosp:resnet20", width=0.25)
     save_file(other.state_dict(), tmp_path / "w.safetensors")
     with pytest.raises(CheckpointError) as refusal:
-        by_name.weighted(small(), tmp_path / "w.safetensors")
+        by_name.load_weights(small(), tmp_path / "w.safetensors")
     message = str(refusal.value)
     assert "another network than this CifarResNet; of its tensors 10 missing (layer2.0.downsample.0.weight, " in message
     assert ", 72 unknown to it (layer1.1.bn1.bias, " in message
@@ -263,7 +263,7 @@ def test_another_networks_weights_are_refused_in_numbers(tmp_path: Path) -> None
 def test_other_classes_are_guessed(tmp_path: Path) -> None:
     torch.save(small(classes=100).state_dict(), tmp_path / "w.pth")
     with pytest.raises(CheckpointError, match=r"trained for 100 classes\? This one has 10: give classes=100"):
-        by_name.weighted(small(), tmp_path / "w.pth")
+        by_name.load_weights(small(), tmp_path / "w.pth")
 
 
 class Harmful:
@@ -286,11 +286,13 @@ def test_files_that_hold_no_weights(tmp_path: Path) -> None:
     }
     for name, message in refused.items():
         with pytest.raises(CheckpointError, match=f"{name}: {message}"):
-            by_name.weighted(small(), tmp_path / name)
+            by_name.load_weights(small(), tmp_path / name)
     with pytest.raises(CheckpointError, match="is not a file"):
-        by_name.weighted(small(), tmp_path)
+        by_name.load_weights(small(), tmp_path)
 
 
 def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
-    assert by_name.digest(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert (
+        by_name.hash_weights_file(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    )

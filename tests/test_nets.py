@@ -24,10 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import sosp
 from sosp import nets
 from sosp.errors import ArgumentError
-from sosp.nets.densenet import Dense, Transition
+from sosp.nets.densenet import DenseLayer, TransitionLayer
 from sosp.nets.imagenet import ImageNetResNet
-from sosp.nets.mobilenet import Inverted, unit
-from sosp.nets.residual import Basic, Bottleneck, PadSkip, Plain, projection
+from sosp.nets.mobilenet import InvertedResidual, build_conv_unit
+from sosp.nets.residual import BasicBlock, Bottleneck, PadSkip, PlainBlock, build_projection
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 WEIGHTS = Path(os.environ.get("SOSP_TEST_WEIGHTS", SHARED / "weights"))
@@ -537,16 +537,22 @@ def a_share(model: nn.Module, x: Tensor) -> sosp.Mask:
 def mobile() -> nn.Module:
     """Stands for MobileNetV2: a stem, a block that does not widen it, two that do, the second beside a skip."""
     blocks = [
-        Inverted(8, 8, 5, 1, expands=False, adds=False),
-        Inverted(5, 30, 8, 2, expands=True, adds=False),
-        Inverted(8, 48, 8, 1, expands=True, adds=True),
+        InvertedResidual(8, 8, 5, 1, expands=False, adds=False),
+        InvertedResidual(5, 30, 8, 2, expands=True, adds=False),
+        InvertedResidual(8, 48, 8, 1, expands=True, adds=True),
     ]
-    return nn.Sequential(unit(3, 8, 3, 2), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    return nn.Sequential(build_conv_unit(3, 8, 3, 2), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
 
 
 def dense() -> nn.Module:
     """Stands for DenseNet-40."""
-    layers = [nn.Conv2d(3, 8, 3, padding=1), Dense(8, 4), Dense(12, 4), Transition(16, 16), Dense(16, 4)]
+    layers = [
+        nn.Conv2d(3, 8, 3, padding=1),
+        DenseLayer(8, 4),
+        DenseLayer(12, 4),
+        TransitionLayer(16, 16),
+        DenseLayer(16, 4),
+    ]
     return nn.Sequential(*layers, nn.BatchNorm2d(20), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(20, 10))
 
 
@@ -586,12 +592,12 @@ def test_copied() -> None:
 
 
 PARTS = {
-    "basic, padded": lambda: Basic(4, (3, 8), 2, PadSkip(4, 8, 2)),
-    "basic, narrower": lambda: Basic(4, (3, 2), 2, PadSkip(4, 2, 2)),
-    "plain": partial(Plain, 4, (3, 8), 2, None),
-    "bottleneck": lambda: Bottleneck(4, (2, 3, 8), 2, projection(4, 8, 2)),
-    "inverted": partial(Inverted, 4, 8, 4, 1, expands=True, adds=True),
-    "dense": lambda: nn.Sequential(Dense(4, 3), Transition(7, 5)),
+    "basic, padded": lambda: BasicBlock(4, (3, 8), 2, PadSkip(4, 8, 2)),
+    "basic, narrower": lambda: BasicBlock(4, (3, 2), 2, PadSkip(4, 2, 2)),
+    "plain": partial(PlainBlock, 4, (3, 8), 2, None),
+    "bottleneck": lambda: Bottleneck(4, (2, 3, 8), 2, build_projection(4, 8, 2)),
+    "inverted": partial(InvertedResidual, 4, 8, 4, 1, expands=True, adds=True),
+    "dense": lambda: nn.Sequential(DenseLayer(4, 3), TransitionLayer(7, 5)),
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import sosp
 from sosp.errors import StructureError, SurgeryError
-from sosp.graph.control_flow import PathWarning, listed
+from sosp.graph.control_flow import PathWarning, format_names
 from sosp.surgery import shrink, verify
 
 PATHS = pytest.mark.filterwarnings("ignore::sosp.graph.control_flow.PathWarning")
@@ -382,6 +382,6 @@ def test_the_line_that_decides_first_is_named() -> None:
 
 
 def test_three_names_are_listed_and_the_rest_counted() -> None:
-    assert listed(("a", "b", "c")) == "a, b, c"
-    assert listed(("a", "b", "c", "d")) == "a, b, c and 1 more"
-    assert listed(("a", "b", "c", "d", "e")) == "a, b, c and 2 more"
+    assert format_names(("a", "b", "c")) == "a, b, c"
+    assert format_names(("a", "b", "c", "d")) == "a, b, c and 1 more"
+    assert format_names(("a", "b", "c", "d", "e")) == "a, b, c and 2 more"

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sosp
 from cases import Case, case
-from sosp.core.progress import track
+from sosp.core.progress import track_progress
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -381,16 +381,16 @@ def test_scoring_a_masked_copy_changes_neither() -> None:
 def terminal(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Pretend that someone is watching, impatiently; the names of the bars shown."""
     shown: list[str] = []
-    monkeypatch.setattr("sosp.core.progress.wanted", lambda: True)
-    monkeypatch.setattr("sosp.core.progress.PATIENCE", -1.0)
+    monkeypatch.setattr("sosp.core.progress.is_progress_wanted", lambda: True)
+    monkeypatch.setattr("sosp.core.progress.BAR_DELAY", -1.0)
     monkeypatch.setattr("rich.progress.Progress.start", lambda bar: shown.append(bar.tasks[0].description))
     monkeypatch.setattr("rich.progress.Progress.stop", lambda bar: shown.append("end"))
     return shown
 
 
 def test_one_bar_at_a_time(terminal: list[str]) -> None:
-    for _ in track(range(2), "outer"):
-        assert list(track("abc", "inner")) == ["a", "b", "c"]
+    for _ in track_progress(range(2), "outer"):
+        assert list(track_progress("abc", "inner")) == ["a", "b", "c"]
     assert terminal == ["inner", "end", "outer", "end"]
 
 

@@ -28,7 +28,7 @@ def joined(rank: int, world: int, port: int, job: Any, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
-    with distributed.joined():
+    with distributed.join_processes():
         torch.save(job(), f"{folder}/{rank}.pt")
 
 
@@ -82,11 +82,11 @@ def test_fewer_examples_than_processes(tmp_path: Path) -> None:
 
 def test_alone_nothing_happens() -> None:
     x = torch.arange(3.0)
-    distributed.sum_(x)
+    distributed.sum_tensors(x)
     assert x.tolist() == [0, 1, 2]
-    assert (distributed.rank(), distributed.ranks(), distributed.is_main()) == (0, 1, True)
-    assert distributed.any_of(True, torch.device("cpu"))
-    assert not distributed.any_of(False, torch.device("cpu"))
+    assert (distributed.get_rank(), distributed.count_ranks(), distributed.is_main()) == (0, 1, True)
+    assert distributed.is_any_true(True, torch.device("cpu"))
+    assert not distributed.is_any_true(False, torch.device("cpu"))
 
 
 class Own(nn.Module):

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sosp
 from cases import case, names
-from sosp.refit import FewInputsWarning, plan
-from sosp.refit.comparison_points import follow_layers
-from sosp.refit.filter_scale import level
+from sosp.refit import FewInputsWarning, repair_plan
+from sosp.refit.comparison_points import track_channels
+from sosp.refit.filter_scale import restore_filter_lengths
 from test_preserve import check_unchanged
 
 INPUTS = 240
@@ -140,8 +140,10 @@ def test_a_layer_makes_up_for_what_it_is_added_to(scale: bool) -> None:
 def test_wrong_targets_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, mask, x = redundant("conv-bn")
     small = sosp.shrink(model, mask, x[:4])
-    right = plan.channels_of
-    monkeypatch.setattr(plan, "channels_of", lambda *given: right(*given).roll(1))  # each is told to be its neighbour
+    right = repair_plan.find_original_channels
+    monkeypatch.setattr(
+        repair_plan, "find_original_channels", lambda *given: right(*given).roll(1)
+    )  # each is told to be its neighbour
     assert off(sosp.repair(small, model, x).model, model, x) > 1e-3
 
 
@@ -227,13 +229,13 @@ def test_filters_that_others_read_are_left_as_long_as_they_are(how: str, monkeyp
         torch.manual_seed(0)
         model = Peeked(how).double().eval()
     x = inputs(torch.zeros(1, 3, 4, 4, dtype=torch.float64))
-    trails = follow_layers(model, lambda m: m(x[:4]))[0]
+    trails = track_channels(model, lambda m: m(x[:4]))[0]
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.a.weight *= 2
         longer = twin.a.weight.clone()
         want = twin(x)
-        level(model, twin, trails, ["a"])
+        restore_filter_lengths(model, twin, trails, ["a"])
         torch.testing.assert_close(twin(x), want)
     assert torch.equal(twin.a.weight, longer) == (how != "alone")
     torch.testing.assert_close(twin.a.weight, model.a.weight if how == "alone" else longer)
@@ -287,7 +289,7 @@ def test_a_source_of_data_and_examples() -> None:
 
 
 def test_equations_do_not_grow_with_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "ROWS", 150)
+    monkeypatch.setattr(repair_plan, "ROWS", 150)
     model, small, x = randomly_cut("conv-bn")
     few = sosp.repair(small, model, x)
     many = sosp.repair(small, model, torch.cat([x, x, x, x]))

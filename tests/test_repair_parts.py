@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from oracles import repair as oracle
 from sosp.refit import least_squares
-from sosp.refit.activations import EVERYTHING
-from sosp.refit.comparison_points import Trails, follow_layers
-from sosp.refit.hooks import listen
-from sosp.refit.layer_errors import divergence, squares
-from sosp.refit.layer_matrix import Use, groups_of, matrix, set_matrix, take
-from sosp.refit.least_squares import RIDGES, Rows, Standardised, fit, outputs_of
-from sosp.refit.two_layer_fit import Chain, Through
+from sosp.refit.activations import FULL_RANGE
+from sosp.refit.comparison_points import ChannelTracker, track_channels
+from sosp.refit.hooks import listen_to_outputs
+from sosp.refit.layer_errors import build_divergence, build_squared_error
+from sosp.refit.layer_matrix import LayerUse, count_groups, get_matrix, set_matrix, take_values
+from sosp.refit.least_squares import RIDGES, LayerEquations, StandardisedInputs, compute_outputs, fit_weights
+from sosp.refit.two_layer_fit import TwoLayerEquations, TwoLayerSearch
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -69,7 +69,7 @@ LAYERS["padded by itself"] = (lambda: PadsItself(3, 4, 3, stride=2), (2, 3, 6, 7
 LAYERS["Conv1D"] = (lambda: Conv1D(4, 5), (3, 7, 5))
 
 
-def made(name: str) -> tuple[Any, Tensor, Tensor, Use]:
+def made(name: str) -> tuple[Any, Tensor, Tensor, LayerUse]:
     """A layer, its input, its output, and how it was seen to use its weight."""
     build, shape = LAYERS[name]
     with torch.random.fork_rng(devices=[]):
@@ -78,7 +78,7 @@ def made(name: str) -> tuple[Any, Tensor, Tensor, Use]:
     seen: list[Any] = []
     x = noise(*shape)
     with torch.no_grad():
-        listen(model, {"0": [lambda use, y: seen.extend([y, use])]}, lambda m: m(x))
+        listen_to_outputs(model, {"0": [lambda use, y: seen.extend([y, use])]}, lambda m: m(x))
     return model[0], x, *seen
 
 
@@ -92,9 +92,9 @@ def test_a_layer_is_its_matrix_times_its_inputs(name: str) -> None:
     axis = axis_of(layer, y)
     count = y.numel() // y.shape[axis]
     rows = torch.randint(count, (40,), generator=torch.Generator().manual_seed(2))
-    ours = outputs_of(use.inputs(y.shape, rows), matrix(layer).mT)
+    ours = compute_outputs(use.inputs(y.shape, rows), get_matrix(layer).mT)
     ours = ours if layer.bias is None else ours + layer.bias
-    theirs = take(y, axis, torch.arange(y.shape[axis]), rows)
+    theirs = take_values(y, axis, torch.arange(y.shape[axis]), rows)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(theirs, y.movedim(axis, -1).reshape(count, -1)[rows])
 
@@ -102,9 +102,9 @@ def test_a_layer_is_its_matrix_times_its_inputs(name: str) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_matrix_is_written_as_it_is_read(name: str) -> None:
     layer, *_ = made(name)
-    new = noise(*matrix(layer).shape, seed=3)
+    new = noise(*get_matrix(layer).shape, seed=3)
     set_matrix(layer, new)
-    assert torch.equal(matrix(layer), new)
+    assert torch.equal(get_matrix(layer), new)
 
 
 @pytest.mark.parametrize("name", ["linear", "linear over tokens", "conv1d", "conv2d", "conv3d", "same", "grouped"])
@@ -116,7 +116,7 @@ def test_a_layer_reads_where_it_is_said_to(name: str) -> None:
     found = use.spots(tuple(x.shape[x.dim() - d :]), tuple(y.shape[y.dim() - d :]), rows)
     assert found is not None
     values = x.movedim(axis, -1).reshape(-1, x.shape[axis])[found] * (found >= 0)[..., None]  # (R, T, C)
-    G = groups_of(layer)
+    G = count_groups(layer)
     ours = values.unflatten(2, (G, -1)).permute(2, 0, 3, 1).flatten(2)
     torch.testing.assert_close(ours, use.inputs(y.shape, rows))
 
@@ -153,11 +153,11 @@ class Net(nn.Module):
         return self.head(self.e(x.tanh()).mean((2, 3)))
 
 
-def trails() -> Trails:
+def trails() -> ChannelTracker:
     model = Net().eval()
     model.bn.running_var.fill_(4.0)
     with torch.no_grad():
-        return follow_layers(model, lambda m: m(torch.randn(2, 2, 4, 4)))[0]
+        return track_channels(model, lambda m: m(torch.randn(2, 2, 4, 4)))[0]
 
 
 def test_points() -> None:
@@ -174,7 +174,7 @@ def test_points() -> None:
     assert found.points["a"].module == "bn"
     torch.testing.assert_close(found.points["a"].trail.factor, torch.full((3,), (4 + 1e-5) ** -0.5))
     assert found.points["c"].trail.factor.tolist() == [2, 3, 4]
-    clips = {"a": (0, inf), "b": (0, 6), "c": EVERYTHING, "d": EVERYTHING, "e": EVERYTHING, "head": EVERYTHING}
+    clips = {"a": (0, inf), "b": (0, 6), "c": FULL_RANGE, "d": FULL_RANGE, "e": FULL_RANGE, "head": FULL_RANGE}
     assert {n: p.clip for n, p in found.points.items()} == clips
     assert {n: p.needs for n, p in found.points.items()} == {"a": -1, "b": 0, "c": 1, "d": 2, "e": 3, "head": 4}
 
@@ -190,9 +190,9 @@ def test_a_layer_that_alone_reads_another() -> None:
 # --- least squares --------------------------------------------------------------------------------------
 
 
-def equations(R: int = 80, K: int = 6, C: int = 3, seed: int = 0) -> Rows:
+def equations(R: int = 80, K: int = 6, C: int = 3, seed: int = 0) -> LayerEquations:
     X, now = noise(1, R, K, seed=seed) * torch.arange(1, K + 1) + 2, noise(R, C, seed=seed + 1)
-    return Rows(X, now, now + X[0] @ noise(K, C, seed=7) + 0.5 + 0.1 * noise(R, C, seed=seed + 2))
+    return LayerEquations(X, now, now + X[0] @ noise(K, C, seed=7) + 0.5 + 0.1 * noise(R, C, seed=seed + 2))
 
 
 @pytest.mark.parametrize("rows", [80, 4])  # with fewer rows than unknowns, in another way
@@ -200,7 +200,7 @@ def equations(R: int = 80, K: int = 6, C: int = 3, seed: int = 0) -> Rows:
 def test_ridge_regression(monkeypatch: pytest.MonkeyPatch, rows: int, room: int) -> None:
     monkeypatch.setattr(least_squares, "FACTORS", room)
     e = equations(rows)
-    inputs = Standardised(e.X, intercept=True)
+    inputs = StandardisedInputs(e.X, intercept=True)
     right, shift = inputs.right_side(e.target - e.now)
     for strengths in ([1e-4, 1e-2, 1.0], [1e-2], [1.0, 1e-3]):
         found = inputs.solve(right, strengths)
@@ -214,7 +214,7 @@ def test_ridge_regression(monkeypatch: pytest.MonkeyPatch, rows: int, room: int)
 
 def test_regularisations_with_which_nothing_can_be_solved_are_left_out() -> None:
     X = torch.ones(1, 20, 2, dtype=torch.float64) * noise(20, 1)
-    inputs = Standardised(X, intercept=True)
+    inputs = StandardisedInputs(X, intercept=True)
     right, _ = inputs.right_side(noise(20, 3, seed=1))
     assert list(inputs.solve(right, [-1.0, 1e-2, -3.0])) == [1e-2]
     assert inputs.solve(right, [-1.0]) == {}
@@ -222,7 +222,7 @@ def test_regularisations_with_which_nothing_can_be_solved_are_left_out() -> None
 
 def test_the_ridge_is_the_best_on_rows_held_out() -> None:
     e, held = equations(12, 10), equations(200, 10, seed=3)
-    best = fit(e, held, squares(EVERYTHING), Standardised(e.X, intercept=True))
+    best = fit_weights(e, held, build_squared_error(FULL_RANGE), StandardisedInputs(e.X, intercept=True))
     assert best is not None
     errors = {}
     for strength in RIDGES:
@@ -236,10 +236,12 @@ def test_the_ridge_is_the_best_on_rows_held_out() -> None:
 def test_inputs_that_do_not_vary_and_no_intercept() -> None:
     e = equations()
     X = torch.cat([e.X, torch.full_like(e.X[:, :, :1], 3.0)], 2)
-    found = fit(replace(e, X=X), replace(e, X=X), squares(EVERYTHING), Standardised(X, intercept=True))
+    found = fit_weights(
+        replace(e, X=X), replace(e, X=X), build_squared_error(FULL_RANGE), StandardisedInputs(X, intercept=True)
+    )
     assert found is not None
     assert not found.delta[0, :, -1].any()
-    plain = fit(e, e, squares(EVERYTHING), Standardised(e.X, intercept=False))
+    plain = fit_weights(e, e, build_squared_error(FULL_RANGE), StandardisedInputs(e.X, intercept=False))
     assert plain is not None
     assert not plain.shift.any()
     assert plain.after > found.after
@@ -251,7 +253,7 @@ def test_inputs_that_do_not_vary_and_no_intercept() -> None:
 @pytest.mark.parametrize("clip", [(0.0, inf), (0.0, 6.0), (-1.0, 1.0)])
 def test_squares_of_moved_targets_lie_above_the_error(clip: tuple[float, float]) -> None:
     target, now, other = (8 * noise(500, 2, seed=s) for s in range(3))
-    towards = squares(clip).towards
+    towards = build_squared_error(clip).towards
     assert towards is not None
     goal = towards(now, target)
     error = lambda y: (y.clamp(*clip) - target.clamp(*clip)).square()  # noqa: E731
@@ -263,7 +265,7 @@ def test_squares_of_moved_targets_lie_above_the_error(clip: tuple[float, float])
 
 def test_steps_towards_probabilities_lower_the_divergence() -> None:
     target, now = 3 * noise(50, 4), noise(50, 4, seed=1)
-    measure = divergence()
+    measure = build_divergence()
     assert measure.towards is not None
     errors = []
     for _ in range(6):
@@ -279,22 +281,22 @@ def test_steps_towards_probabilities_lower_the_divergence() -> None:
 # --- two layers -----------------------------------------------------------------------------------------
 
 
-def chain(seed: int, width: int = 4, R: int = 300) -> Chain:
+def chain(seed: int, width: int = 4, R: int = 300) -> TwoLayerEquations:
     """Two layers of one position, whose hidden width is too small for what they should give."""
     X = noise(1, R, 6, seed=seed)
     W, V = noise(6, 12, seed=50), noise(12, 5, seed=51)
     target = (X[0] @ W).relu() @ V
     now = X[0] @ W[:, :width]
-    first = Rows(X, now, now)
+    first = LayerEquations(X, now, now)
     rest = torch.zeros_like(target)
-    return Chain(first, torch.arange(R), 1, 1, torch.relu, target, now.relu() @ V[:width], rest)
+    return TwoLayerEquations(first, torch.arange(R), 1, 1, torch.relu, target, now.relu() @ V[:width], rest)
 
 
 def test_the_first_of_two_layers_moves_for_the_second() -> None:
     fitted, held = chain(1), chain(2)
-    inputs = Standardised(fitted.first.X, intercept=True)
-    through = Through(fitted, held, squares(EVERYTHING), inputs)
-    own = fit(fitted.first, held.first, squares(EVERYTHING), inputs)
+    inputs = StandardisedInputs(fitted.first.X, intercept=True)
+    through = TwoLayerSearch(fitted, held, build_squared_error(FULL_RANGE), inputs)
+    own = fit_weights(fitted.first, held.first, build_squared_error(FULL_RANGE), inputs)
     assert own is not None
     assert not own.delta.any()
     start = through.solved(own, RIDGES).fit.after

@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 import sosp
 from sosp.errors import DataError
-from sosp.refit import block_cache, inputs, plan
-from sosp.refit.block_cache import Memory
-from sosp.refit.comparison_points import follow_layers
-from sosp.refit.hooks import Listener
-from sosp.refit.inputs import chunks_of, parts_of
+from sosp.refit import block_cache, inputs, repair_plan
+from sosp.refit.block_cache import BlockCache
+from sosp.refit.comparison_points import track_channels
+from sosp.refit.hooks import OutputListener
+from sosp.refit.inputs import read_chunks, split_chunks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # a name is enough to be asked how much runs at once
 
 
 @pytest.fixture(autouse=True)
 def few_equations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "ROWS", 200)
+    monkeypatch.setattr(repair_plan, "ROWS", 200)
 
 
 # --- inputs ---------------------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ def few_equations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_held_out_ones_are_spread_over_sorted_inputs() -> None:
     x = torch.arange(500.0)[:, None]
-    parts = parts_of(chunks_of(x, None, CPU, 0), 1, GPU)
+    parts = split_chunks(read_chunks(x, None, CPU, 0), 1, GPU)
     fitted, held = (part.chunk.inputs[:, 0].long().tolist() for part in parts)
     assert [part.held for part in parts] == [False, True]
     assert sorted(fitted + held) == list(range(500))
@@ -37,18 +37,18 @@ def test_the_held_out_ones_are_spread_over_sorted_inputs() -> None:
 
 
 def test_so_many_at_once_as_their_largest_tensor_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "ROOM", 1000)
-    chunks = chunks_of(torch.zeros(500, 1), None, CPU, 0)
-    sizes = [part.chunk.size for part in parts_of(chunks, 5, GPU)]
+    monkeypatch.setattr(inputs, "MAX_TENSOR_NUMBERS", 1000)
+    chunks = read_chunks(torch.zeros(500, 1), None, CPU, 0)
+    sizes = [part.chunk.size for part in split_chunks(chunks, 5, GPU)]
     assert sizes == [200, 200, 48, 52]
-    assert [part.number for part in parts_of(chunks, 5, GPU)] == list(range(4))
-    assert [part.chunk.size for part in parts_of(chunks, 5, CPU)] == [125, 125, 125, 73, 52]
-    assert len(parts_of(chunks, 10**9, GPU)) == 500
+    assert [part.number for part in split_chunks(chunks, 5, GPU)] == list(range(4))
+    assert [part.chunk.size for part in split_chunks(chunks, 5, CPU)] == [125, 125, 125, 73, 52]
+    assert len(split_chunks(chunks, 10**9, GPU)) == 500
 
 
 def test_batches_of_one_that_cannot_be_joined() -> None:
     batches = [{"x": torch.full((1, 2), float(k))} for k in range(12)]
-    parts = parts_of(chunks_of(batches, None, CPU, 0), 1, CPU)
+    parts = split_chunks(read_chunks(batches, None, CPU, 0), 1, CPU)
     assert [float(part.chunk.inputs["x"][0, 0]) for part in parts if part.held] == [0, 10]
     assert len(parts) == 12
 
@@ -158,8 +158,8 @@ def test_memory_changes_nothing_but_the_number_of_calls(monkeypatch: pytest.Monk
 def test_only_the_end_of_a_chain_is_kept() -> None:
     model, _, x = networks()
     with torch.no_grad():
-        trails, _ = follow_layers(model, lambda m: m(x))
-        store, listener = Memory(model, trails), Listener(model)
+        trails, _ = track_channels(model, lambda m: m(x))
+        store, listener = BlockCache(model, trails), OutputListener(model)
         names = [n for n in trails.order if n != "head"]
         for layer in names:
             with listener.hooked(), store.used(trails.order.index(layer), 0, listener):

@@ -14,21 +14,21 @@ import sosp
 from cases import case
 from commands import call, lines, refusal
 from oracles import repair as oracle
-from sosp.app.config import Pruning
+from sosp.app.config import PruningSection
 from sosp.core.losses import LossLike
 from sosp.errors import ArgumentError
 from sosp.graph.plan import plan_removal
-from sosp.refit import Absent, plan
-from sosp.scoring.criteria.obs import BLOCK, DAMPING, eliminated
-from sosp.studies.compare.cells import Cell, Cells, ComparisonPlan
-from sosp.studies.compare.measure import compare
+from sosp.refit import RemovalHistory, repair_plan
+from sosp.scoring.criteria.obs import BLOCK, DAMPING, eliminate_structures
+from sosp.studies.compare.comparison_cells import ComparisonCell, ComparisonPlan, ComparisonStore
+from sosp.studies.compare.method_comparison import compare
 from test_repair import inputs, off
 
 
 @pytest.fixture(autouse=True)
 def few_equations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough for such small layers, in less time."""
-    monkeypatch.setattr(plan, "ROWS", 2000)
+    monkeypatch.setattr(repair_plan, "ROWS", 2000)
 
 
 # --- the saliency after compensation --------------------------------------------------------------------
@@ -42,7 +42,7 @@ def pairs(S: int, rank: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("damping", [0.1, 1e-3])
 def test_the_order_of_optimal_brain_surgeon(damping: float) -> None:
     Q = pairs(9, 30)
-    order, costs = eliminated(Q, damping)
+    order, costs = eliminate_structures(Q, damping)
     expected, losses = oracle.surgeon(Q, damping)
     assert order.tolist() == expected
     torch.testing.assert_close(costs.cumsum(0), torch.tensor(losses, dtype=torch.float64))
@@ -50,7 +50,7 @@ def test_the_order_of_optimal_brain_surgeon(damping: float) -> None:
 
 def test_many_structures_go_block_by_block() -> None:
     Q = pairs(2 * BLOCK + 7, 400)
-    order, costs = eliminated(Q, DAMPING)
+    order, costs = eliminate_structures(Q, DAMPING)
     assert sorted(order.tolist()) == list(range(len(Q)))
     k = BLOCK + 5
     damped = Q + DAMPING * Q.diagonal().mean() * torch.eye(len(Q), dtype=Q.dtype)
@@ -210,7 +210,7 @@ def test_rounds_go_on_behind_a_layer_that_an_earlier_one_emptied(groups: str, tm
 def test_a_layer_that_an_earlier_cut_emptied_stays_absent() -> None:
     torch.manual_seed(0)
     model, x = Branches().eval(), torch.randn(4, 3, 8, 8)
-    absent = Absent(sosp.find_structures(model, x))
+    absent = RemovalHistory(sosp.find_structures(model, x))
     mask = sosp.Mask.from_removed(model, {"down": range(4), "up": [0, 5]}, x)
     absent.cut(plan_removal(sosp.trace(model, x), mask))
     once = sosp.shrink(model, mask, x)
@@ -236,7 +236,7 @@ def test_a_layer_that_is_not_run_on_the_example_is_not_absent() -> None:
             return self.head((self.one(x) if bool(x.mean() > 0) else self.other(x)).relu())
 
     model, x = Either(), torch.rand(4, 4)
-    absent = Absent(sosp.find_structures(model, x))
+    absent = RemovalHistory(sosp.find_structures(model, x))
     absent.cut(plan_removal(sosp.trace(model, x), sosp.Mask.from_removed(model, {}, x)))
     absent.cut(plan_removal(sosp.trace(model, -x), sosp.Mask.from_removed(model, {}, -x)))
     assert absent.mask().removed == {}
@@ -247,7 +247,7 @@ def test_what_is_absent() -> None:
     structures = sosp.find_structures(c.model, c.inputs)
     gone = {"block1.conv1": [0], "block2.conv1": [1, 2], "block2.conv2": [0, 3]}
     mask = sosp.Mask.from_removed(c.model, gone, c.inputs)
-    absent = Absent(structures)
+    absent = RemovalHistory(structures)
     absent.cut(plan_removal(sosp.trace(c.model, c.inputs), mask))
     assert absent.mask() == mask
     once = sosp.shrink(c.model, mask, c.inputs)
@@ -307,12 +307,12 @@ def test_the_budget_is_that_of_the_network_that_is_built(trained: Path, tmp_path
 def test_rounds_without_repair_are_refused(trained: Path) -> None:
     assert "rounds is for repair" in refusal("prune", str(trained), "--rounds", "2")
     with pytest.raises(ArgumentError, match="rounds is for repair"):
-        Pruning(repair=True, rounds=2, ratios={"conv1": 0.5})
+        PruningSection(repair=True, rounds=2, ratios={"conv1": 0.5})
 
 
 def test_rounds_with_zeros_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"join='zeros' has none.*groups='coupled'"):
-        Pruning(repair=True, rounds=2, join="zeros")
+        PruningSection(repair=True, rounds=2, join="zeros")
 
 
 # --- compared -------------------------------------------------------------------------------------------
@@ -343,16 +343,16 @@ def test_compare_repairs_where_asked(tmp_path: Path) -> None:
     assert after[0].repaired >= after[0].masked
     assert replace(after[0], repaired=None) == before[0]  # all else was known
     assert after[1] == before[1]  # its layers are no longer the original's
-    again: list[Cell] = []
+    again: list[ComparisonCell] = []
     assert compare(model, data, replace(asked, repair=True), folder=tmp_path, on_cell=again.append) == after
     assert again == []
 
 
 def test_cells_of_older_files_are_read(tmp_path: Path) -> None:
-    cell = Cell("random", 0.5, 0, masked=0.25)
+    cell = ComparisonCell("random", 0.5, 0, masked=0.25)
     old = {k: v for k, v in asdict(cell).items() if k != "repaired"}
     (tmp_path / "cells.jsonl").write_text(json.dumps(old) + "\n" + json.dumps({**old, "more": 1}) + "\n")
-    assert list(Cells(tmp_path).known.values()) == [cell]
+    assert list(ComparisonStore(tmp_path).known.values()) == [cell]
 
 
 def test_sosp_compare_repair(trained: Path, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_an_error_on_the_way_leaves_everything_as_it_was(monkeypatch: pytest.Mon
     def fails(*given: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(refit, "write", fails)
+    monkeypatch.setattr(refit, "write_fit", fails)
     with check_unchanged(model), check_unchanged(small), pytest.raises(KeyboardInterrupt):
         sosp.repair(small, model, x)
 

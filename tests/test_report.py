@@ -14,16 +14,16 @@ import torch
 
 from reports import bottleneck_network, made_up, saliency
 from sosp.app.report import theme as look
-from sosp.app.report.axis import parts, short_name
-from sosp.app.report.facts import Course, Facts, Point, Width
-from sosp.app.report.headline import networks
-from sosp.app.report.page import chapter, page, pictures
-from sosp.app.report.section import large, size
-from sosp.app.report.sections.expansion import averaged
+from sosp.app.report.layer_axis import find_parts, shorten_name
+from sosp.app.report.page import build_run_report, render_page, save_figures
+from sosp.app.report.run_facts import LayerWidths, LossCurve, LossPoint, RunFacts
+from sosp.app.report.run_summary import list_networks
+from sosp.app.report.section import make_large_cell, make_size_cell
+from sosp.app.report.sections.expansion import average_seeds
 from sosp.app.report.sections.losses import verdict
-from sosp.app.report.sections.saliency import over_several, threshold
-from sosp.app.report.sections.streams import lanes, pieces
-from sosp.studies.compare.summary import Summary
+from sosp.app.report.sections.saliency import explain_shared_structures, threshold
+from sosp.app.report.sections.streams import assign_lanes, split_streams
+from sosp.studies.compare.summary import ComparisonSummary
 
 LAYERS = [("conv1", 3, 8), ("layer1.0.conv1", 8, 8), ("layer1.0.conv2", 8, 8), ("layer2.0.conv1", 8, 16)]
 EVIL = '<script>alert("1")</script>&$x^2$'
@@ -41,7 +41,7 @@ BOTTLENECKS = {
 }  # fmt: skip
 
 
-def summaries() -> tuple[Summary, ...]:
+def summaries() -> tuple[ComparisonSummary, ...]:
     made = []
     for k, method in enumerate(("sosp-h", "random")):
         for ratio in (0.3, 0.5):
@@ -52,12 +52,12 @@ def summaries() -> tuple[Summary, ...]:
                 "macs": 2e6,
                 "seconds": 1,
             }
-            made.append(Summary(method, ratio, 3, means, dict.fromkeys(means, 0.01)))
-    return (*made, Summary("taylor", 0.5, 0, {}, {}, "the mask cuts the network in two."))
+            made.append(ComparisonSummary(method, ratio, 3, means, dict.fromkeys(means, 0.01)))
+    return (*made, ComparisonSummary("taylor", 0.5, 0, {}, {}, "the mask cuts the network in two."))
 
 
 @pytest.fixture(scope="module")
-def facts() -> Facts:
+def facts() -> RunFacts:
     """A run with everything that a report can show, although no real one has all of it."""
     found = made_up(Path("runs/mine"), LAYERS, epochs=5)
     repaired = {"layers": [{"layer": name, "before": 0.5, "after": 0.125} for name, _, _ in LAYERS]}
@@ -66,8 +66,8 @@ def facts() -> Facts:
 
 
 @pytest.fixture(scope="module")
-def html(facts: Facts) -> str:
-    return page([facts])
+def html(facts: RunFacts) -> str:
+    return render_page([facts])
 
 
 class Reader(HTMLParser):
@@ -122,13 +122,13 @@ def test_all_sections_in_order(html: str) -> None:
         ({"results": {}, "summaries": ()}, {"losses", "repair", "comparison"}),
     ],
 )
-def test_a_section_is_there_where_its_facts_are(facts: Facts, gone: dict[str, Any], missing: set[str]) -> None:
-    with look.drawing():
-        found = chapter(replace(facts, **gone), "")
+def test_a_section_is_there_where_its_facts_are(facts: RunFacts, gone: dict[str, Any], missing: set[str]) -> None:
+    with look.use_plot_settings():
+        found = build_run_report(replace(facts, **gone), "")
     assert set(SECTIONS) - {section.key for section in found.sections} == missing
 
 
-def test_the_headline_has_the_numbers_of_the_run(facts: Facts, html: str) -> None:
+def test_the_headline_has_the_numbers_of_the_run(facts: RunFacts, html: str) -> None:
     numbers = Reader(html).numbers
     cut = facts.results["prune"]
     for key in ("top1", "params", "macs", "latency", "bytes"):
@@ -138,7 +138,7 @@ def test_the_headline_has_the_numbers_of_the_run(facts: Facts, html: str) -> Non
         assert words in html
 
 
-def test_hovering_over_a_layer_tells_its_shape_and_what_went(facts: Facts, html: str) -> None:
+def test_hovering_over_a_layer_tells_its_shape_and_what_went(facts: RunFacts, html: str) -> None:
     titles = Reader(html).titles
     for layer in facts.layers:
         kept = layer.channels - layer.removed
@@ -160,7 +160,7 @@ def test_tables_are_tables(html: str) -> None:
     assert reader.tags.count("h1") == 1
 
 
-def test_the_command_to_do_it_again(facts: Facts, html: str) -> None:
+def test_the_command_to_do_it_again(facts: RunFacts, html: str) -> None:
     assert "<code>sosp prune sosp:resnet50</code>" in html
     assert "<code>sosp finetune runs/mine</code>" in html
     assert "sosp.load(&#39;runs/mine/small.safetensors&#39;, original)" in html
@@ -176,7 +176,7 @@ def test_narrow_places_and_what_widening_costs(html: str) -> None:
     assert "too narrow" in html
 
 
-def test_an_expansion_is_averaged_over_its_seeds(facts: Facts) -> None:
+def test_an_expansion_is_averaged_over_its_seeds(facts: RunFacts) -> None:
     point = {
         "budget": "ratio", "size": 0.5, "whole": 0.9, "params": 1000, "macs": 5000, "cut": 0.2, "refusal": "",
     }  # fmt: skip
@@ -188,32 +188,34 @@ def test_an_expansion_is_averaged_over_its_seeds(facts: Facts) -> None:
     refused = {**point, "course": "widen", "seed": 0, "tuned": None, "refusal": "too wide."}
     choices = [{"seed": 0, "blocks": ["layer2"], "constant": {"factor": 1.0987}}]
     found = {"expand": {"choices": choices, "points": [*points, refused]}}
-    html = page([replace(facts, results=found, summaries=(), saliency=None, epochs={}, widths=(), layers=())])
+    html = render_page([replace(facts, results=found, summaries=(), saliency=None, epochs={}, widths=(), layers=())])
     assert "Seed 0: expand widens layer2; widen takes every layer × 1.1." in html
     assert "Best: vanilla at 0.5 with 55.00%." in html
     assert "Refused: widen: too wide." in html
-    assert averaged(points)[0].stds["tuned"] == pytest.approx(0.1 / 2**0.5)  # of two, over n - 1
+    assert average_seeds(points)[0].stds["tuned"] == pytest.approx(0.1 / 2**0.5)  # of two, over n - 1
 
 
-def test_unfinished(facts: Facts) -> None:
-    found = page([replace(facts, results={}, summaries=(), saliency=None, epochs={}, widths=(), layers=())])
+def test_unfinished(facts: RunFacts) -> None:
+    found = render_page([replace(facts, results={}, summaries=(), saliency=None, epochs={}, widths=(), layers=())])
     assert "Not finished: prune." in found
     assert "<code>sosp run runs/mine</code>" in found
 
 
-def test_a_repair_tells_what_it_changed_and_what_it_left(facts: Facts) -> None:
+def test_a_repair_tells_what_it_changed_and_what_it_left(facts: RunFacts) -> None:
     layers = [{"layer": "conv1", "before": 0.5, "after": 0.125}, {"layer": "tied", "why": "it is called several times"}]
     more = {"agreement_before": 0.25, "agreement_after": 0.875, "examples": 2000, "seconds": 3.21}
-    found = page([replace(facts, results={"prune": {**facts.results["prune"], "repair": {"layers": layers, **more}}})])
+    found = render_page(
+        [replace(facts, results={"prune": {**facts.results["prune"], "repair": {"layers": layers, **more}}})]
+    )
     assert "25.0% were the whole network&#39;s before and 87.5% are after. It took 2,000 inputs and 3.2 s." in found
     assert "conv1: 0.5 before, 0.125 after" in found
     assert "tied: " not in found
     assert "it is called several times" in found
 
 
-def test_several_runs(facts: Facts) -> None:
+def test_several_runs(facts: RunFacts) -> None:
     some = replace(facts, saliency=None, epochs={}, course=None, summaries=(), bottlenecks=None)
-    found = page([some, replace(some, folder=Path("runs/other"))])
+    found = render_page([some, replace(some, folder=Path("runs/other"))])
     assert "<h1>2 runs</h1>" in found
     names = [["layers", "streams", "repair", "next", "origin"]] * 2
     assert [re.findall(f'<section id="run{i}-(\\w+)">', found) for i in (0, 1)] == names
@@ -238,7 +240,7 @@ def test_names_stay_text() -> None:
         'style="x"',
     ]
     evil = replace(made_up(Path(f"runs/{EVIL}"), [(name, 3, 8) for name in names]), epochs={}, course=None)
-    found = Reader(page([replace(evil, bottlenecks={**BOTTLENECKS, "advice": EVIL})]))
+    found = Reader(render_page([replace(evil, bottlenecks={**BOTTLENECKS, "advice": EVIL})]))
     assert not {"b", "script"} & set(found.tags)
     assert not any(name.startswith("on") for name, _ in found.attributes)
     for name in names:
@@ -261,22 +263,22 @@ def test_names_inside_a_page_are_unique_and_there(html: str) -> None:
     assert set(links) <= set(ids)
 
 
-def test_twice_the_same(facts: Facts, html: str) -> None:
-    assert page([facts]) == html
+def test_twice_the_same(facts: RunFacts, html: str) -> None:
+    assert render_page([facts]) == html
 
 
 def test_a_resnet50_is_small_and_quick() -> None:
     big = made_up(Path("runs/big"), bottleneck_network())
     assert (len(big.layers), sum(x.channels for x in big.layers)) == (53, 26_560)
     started = time.process_time()
-    found = page([big])
+    found = render_page([big])
     assert time.process_time() - started < 5
     assert len(found.encode()) < 3e6
 
 
 def test_more_layers_than_names_fit() -> None:
     layers = [(f"block{i // 20}.{i % 20}.conv", 8, 8) for i in range(80)]
-    found = page([replace(made_up(Path("runs/deep"), layers), epochs={}, course=None)])
+    found = render_page([replace(made_up(Path("runs/deep"), layers), epochs={}, course=None)])
     assert "80 layers, in the order of the network" in found
     assert len(found.encode()) < 3e6
 
@@ -322,9 +324,9 @@ def test_figures_take_the_colours_of_the_page(html: str) -> None:
 # --- figures for papers ---------------------------------------------------------------------------------
 
 
-def test_png_files(facts: Facts, tmp_path: Path) -> None:
+def test_png_files(facts: RunFacts, tmp_path: Path) -> None:
     small = replace(facts, saliency=None, epochs={}, summaries=(), course=None)
-    files = pictures([small], tmp_path)
+    files = save_figures([small], tmp_path)
     assert sorted(f.name for f in files) == ["bottlenecks.png", "layers.png", "repair.png", "streams.png"]
     head = (tmp_path / "bottlenecks.png").read_bytes()[:24]
     width, _ = struct.unpack(">II", head[16:24])
@@ -346,24 +348,24 @@ def test_png_files(facts: Facts, tmp_path: Path) -> None:
     ],
 )
 def test_parts_of_a_network(names: list[str], wanted: list[str]) -> None:
-    assert parts(names) == wanted
+    assert find_parts(names) == wanted
 
 
 def test_short_names() -> None:
-    assert short_name("layer1.0.conv1", "layer1") == "0.conv1"
-    assert short_name("conv1", "conv1") == "conv1"
-    assert short_name("a" * 40, "") == "…" + "a" * 25
+    assert shorten_name("layer1.0.conv1", "layer1") == "0.conv1"
+    assert shorten_name("conv1", "conv1") == "conv1"
+    assert shorten_name("a" * 40, "") == "…" + "a" * 25
 
 
 def test_streams_of_a_residual_block() -> None:
     """conv1, then a block of two layers whose output is added, then one that reads the sum."""
     block = (
-        Width("conv1", 0, 1, (3, 3), (8, 7)),
-        Width("a", 1, 2, (8, 7), (4, 2)),
-        Width("b", 2, 1, (4, 2), (8, 5)),
-        Width("linear", 1, 3, (8, 7), (10, 10)),
+        LayerWidths("conv1", 0, 1, (3, 3), (8, 7)),
+        LayerWidths("a", 1, 2, (8, 7), (4, 2)),
+        LayerWidths("b", 2, 1, (4, 2), (8, 5)),
+        LayerWidths("linear", 1, 3, (8, 7), (10, 10)),
     )
-    found = [(p.stream, p.start, p.end, p.before, p.left, p.reader) for p in pieces(block)]
+    found = [(p.stream, p.start, p.end, p.before, p.left, p.reader) for p in split_streams(block)]
     assert found == [
         (0, -1, 0, 3, 3, "conv1"),
         (1, 0, 1, 8, 7, "a"),
@@ -371,7 +373,7 @@ def test_streams_of_a_residual_block() -> None:
         (2, 1, 2, 4, 2, "b"),
         (3, 3, 4, 10, 10, "the output"),
     ]
-    assert lanes(pieces(block)) == {0: 0, 1: 0, 2: 1, 3: 0}
+    assert assign_lanes(split_streams(block)) == {0: 0, 1: 0, 2: 1, 3: 0}
 
 
 def test_the_cut() -> None:
@@ -384,9 +386,9 @@ def test_the_cut() -> None:
 
 
 def test_how_far_the_prediction_is_good() -> None:
-    def course(*second: float | None, sign: int = 1) -> Course:
-        points = [Point(10 * k, 1.0 + sign * k, 0.5, 0.0, value) for k, value in enumerate((0.0, *second))]
-        return Course(100, tuple(points))
+    def course(*second: float | None, sign: int = 1) -> LossCurve:
+        points = [LossPoint(10 * k, 1.0 + sign * k, 0.5, 0.0, value) for k, value in enumerate((0.0, *second))]
+        return LossCurve(100, tuple(points))
 
     assert "up to 20 removed structures (20%)" in verdict(course(0.6, 3.9, 1.4), {"structures": 100})
     assert "from the first point on" in verdict(course(0.4, 2.0), {"structures": 100})
@@ -400,22 +402,22 @@ def test_latencies_are_those_measured_side_by_side() -> None:
         return {"top1": 0.5, "latency": latency}
 
     cut = {**figures(3.0), "method": "sosp-h", "before": figures(4.0)}
-    found = networks({"train": figures(9.0), "prune": cut, "finetune": figures(8.0)})
+    found = list_networks({"train": figures(9.0), "prune": cut, "finetune": figures(8.0)})
     names = [("trained", 4.0), ("pruned by sosp-h", 3.0), ("fine-tuned", 3.0)]
     assert [(name, row["latency"]) for name, row in found] == names
-    assert [name for name, _ in networks({"prune": cut})] == ["before", "pruned by sosp-h"]
+    assert [name for name, _ in list_networks({"prune": cut})] == ["before", "pruned by sosp-h"]
 
 
 @pytest.mark.parametrize(
     ("number", "words"), [(999, "999 bytes"), (1000, "1 kB"), (430_123, "430 kB"), (1.08e6, "1.08 MB"), (2e9, "2 GB")]
 )
 def test_sizes(number: float, words: str) -> None:
-    assert (size(number).text, size(number).value) == (words, number)  # type: ignore[union-attr]
+    assert (make_size_cell(number).text, make_size_cell(number).value) == (words, number)  # type: ignore[union-attr]
 
 
 def test_large_numbers_and_powers() -> None:
-    assert [large(n).text for n in (12_345, 40_551_000, 4.1e9)] == ["12,345", "40.55 M", "4.1 G"]  # type: ignore[union-attr]
-    assert [look.power(n) for n in (0.01, 1, 1000, 1e-5, 1e4, 0)] == ["0.01", "1", "1000", "10⁻⁵", "10⁴", "0"]
+    assert [make_large_cell(n).text for n in (12_345, 40_551_000, 4.1e9)] == ["12,345", "40.55 M", "4.1 G"]  # type: ignore[union-attr]
+    assert [look.format_power(n) for n in (0.01, 1, 1000, 1e-5, 1e4, 0)] == ["0.01", "1", "1000", "10⁻⁵", "10⁴", "0"]
 
 
 def test_layers_without_structures_of_their_own_are_left_out() -> None:
@@ -429,5 +431,5 @@ def test_layers_without_structures_of_their_own_are_left_out() -> None:
     assert some.pairs_by_layer is not None
     assert whole.pairs_by_layer is not None
     assert torch.equal(some.pairs_by_layer, whole.pairs_by_layer[[0, 2]][:, [0, 2]])
-    assert over_several(whole, some).endswith("at the first of them.")
-    assert over_several(whole, whole.owners()) == ""
+    assert explain_shared_structures(whole, some).endswith("at the first of them.")
+    assert explain_shared_structures(whole, whole.owners()) == ""

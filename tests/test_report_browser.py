@@ -10,7 +10,7 @@ import pytest
 from browser import Browser, browser, find
 from commands import call
 from reports import bottleneck_network, made_up
-from sosp.app.report.page import page
+from sosp.app.report.page import render_page
 from test_report import BOTTLENECKS, EVIL, LAYERS, summaries
 
 CHROMIUM = find()
@@ -39,7 +39,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory, run: Path) -> dict[str, Path
     folder = tmp_path_factory.mktemp("pages")
     evil = made_up(folder / EVIL.replace("/", ""), [(f"{EVIL}{i}", a, b) for i, (_, a, b) in enumerate(LAYERS)])
     evil = replace(evil, summaries=summaries(), bottlenecks=BOTTLENECKS, epochs={}, course=None)
-    made = {"evil": page([evil]), "large": page([made_up(folder, bottleneck_network())])}
+    made = {"evil": render_page([evil]), "large": render_page([made_up(folder, bottleneck_network())])}
     for name, text in made.items():
         (folder / f"{name}.html").write_text(text)
     return {"real": run / "report.html", **{name: folder / f"{name}.html" for name in made}}

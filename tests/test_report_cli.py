@@ -9,7 +9,7 @@ import pytest
 
 import sosp.app.report
 from commands import QUICK, TOML, call, lines, refusal
-from sosp.app.report.facts import read_run
+from sosp.app.report.run_facts import read_run
 
 NET = "sosp:digits_resnet"
 WHOLE = f"""{TOML}[train]

@@ -7,8 +7,14 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from sosp.app.cli.output import PLAIN, Screen, hanging
-from sosp.app.cli.tables import WORDS, bottlenecks_table, comparison_table, expansion_table, results_table
+from sosp.app.cli.output import PLAIN, Screen, wrap_text
+from sosp.app.cli.terminal_tables import (
+    EVENT_FORMATS,
+    create_bottlenecks_table,
+    create_comparison_table,
+    create_expansion_table,
+    create_results_table,
+)
 
 FIGURES = {"top1": 0.9393, "params": 25_557_032, "macs": 4_089_184_256, "latency": 0.80412}
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -40,12 +46,14 @@ def point(course: str) -> dict[str, Any]:
 
 PART = {"name": "layer3.0.downsample.0", "removed": RATIOS, "factor": 1.875, "verdict": "too narrow", "stability": 0.67}
 TABLES = {
-    "results": results_table({"train": FIGURES, "prune": {**FIGURES, "method": "sosp-i-diagonal", "before": FIGURES}}),
-    "comparison": comparison_table(
+    "results": create_results_table(
+        {"train": FIGURES, "prune": {**FIGURES, "method": "sosp-i-diagonal", "before": FIGURES}}
+    ),
+    "comparison": create_comparison_table(
         [summary(m, r) for m in ("sosp-h", "magnitude-l2", "sosp-i-diagonal") for r in (0.1, 0.3, 0.5, 0.7)]
     ),
-    "bottlenecks": bottlenecks_table([PART], RATIOS, "layer"),
-    "expansion": expansion_table(
+    "bottlenecks": create_bottlenecks_table([PART], RATIOS, "layer"),
+    "expansion": create_expansion_table(
         {
             "points": [point("vanilla"), point("expand"), point("widen")],
             "choices": [{"seed": 0, "blocks": ["layer3"], "constant": {"factor": 1.10123}}],
@@ -78,15 +86,15 @@ CELL = {"method": "magnitude-l2", "ratio": 0.1, "seed": 0, "refusal": "", "maske
     [("epoch", EPOCH), ("cell", {**CELL, "tuned": 0.97, "params": 1, "macs": 1}), ("point", point("vanilla"))],
 )
 def test_lines_of_a_run_fit(event: str, facts: dict[str, Any]) -> None:
-    assert len(WORDS[event](facts)) <= 80
+    assert len(EVENT_FORMATS[event](facts)) <= 80
 
 
 def test_long_lines_break_between_words_and_are_set_in() -> None:
     terminal = Console(file=io.StringIO(), width=30, force_terminal=True)
     text = "  from  conv1, layer1.0.conv2, layer2.0.conv2\nshort  and   spaced"
-    assert hanging(text, terminal) == "  from  conv1, layer1.0.conv2,\n      layer2.0.conv2\nshort  and   spaced"
-    assert hanging("x" * 50, terminal) == "x" * 50  # a path can still be copied
-    assert hanging(text, Console(file=io.StringIO())) == text
+    assert wrap_text(text, terminal) == "  from  conv1, layer1.0.conv2,\n      layer2.0.conv2\nshort  and   spaced"
+    assert wrap_text("x" * 50, terminal) == "x" * 50  # a path can still be copied
+    assert wrap_text(text, Console(file=io.StringIO())) == text
 
 
 def test_a_complaint_is_one_line_unless_it_is_on_a_terminal(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import sosp
 from architectures import Classifier, Pad, Residual, conv_bn
 from sosp import Schedule, Speed
-from sosp.surgery.pad_widths import MULTIPLE, Room, with_room
+from sosp.surgery.pad_widths import MULTIPLE, PaddedModel, pad_model
 from sosp.training.learner import Learner
 from training_worker import weights
 
@@ -108,8 +108,8 @@ def pruned(name: str, ratio: float = 0.4) -> nn.Module:
     return sosp.shrink(model, mask, x)
 
 
-def roomy(name: str) -> Room:
-    room = with_room(pruned(name), images(4)[0])
+def roomy(name: str) -> PaddedModel:
+    room = pad_model(pruned(name), images(4)[0])
     assert room is not None
     return room
 
@@ -178,7 +178,7 @@ def test_there_and_back(name: str) -> None:
 
 def test_nothing_to_gain_or_nothing_to_follow() -> None:
     x = images(4)[0].float()
-    assert with_room(Classifier([*conv_bn(3, 8, 3), nn.ReLU()], 8, 5), x) is None
+    assert pad_model(Classifier([*conv_bn(3, 8, 3), nn.ReLU()], 8, 5), x) is None
 
     class Wild(nn.Module):
         """Its sizes are written into the code."""
@@ -190,8 +190,8 @@ def test_nothing_to_gain_or_nothing_to_follow() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.a(x.flatten(1)).view(-1, 3, 3).mT.reshape(-1, 9))
 
-    assert with_room(Wild(), x) is None
-    assert with_room(Wild(), torch.zeros(2, 7)) is None  # it does not even run
+    assert pad_model(Wild(), x) is None
+    assert pad_model(Wild(), torch.zeros(2, 7)) is None  # it does not even run
 
 
 # --- training -------------------------------------------------------------------------------------------

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from sosp.app.config import build
-from sosp.app.run.folder import CONFIG, Record, Run, is_run, network_of, opened, read_record
-from sosp.core.documents import write_json
+from sosp.app.config import build_config
+from sosp.app.run.run_folder import CONFIG, RunFolder, RunRecord, find_last_network, is_run, open_run, read_record
+from sosp.core.text_files import write_json
 from sosp.errors import RunError
 
 
-def record(digests: dict[str, str] | None = None, **sections: Any) -> Record:
-    config = build({"model": {"name": "sosp:resnet20"}, "prune": {"ratio": 0.5}, **sections})
-    return Record(config, digests or {}, {"sosp": "0.1.0"})
+def record(digests: dict[str, str] | None = None, **sections: Any) -> RunRecord:
+    config = build_config({"model": {"name": "sosp:resnet20"}, "prune": {"ratio": 0.5}, **sections})
+    return RunRecord(config, digests or {}, {"sosp": "0.1.0"})
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -23,7 +23,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_a_new_run_keeps_its_config(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "run"
-    with opened(folder, record()) as run:
+    with open_run(folder, record()) as run:
         assert run.folder == folder
     assert is_run(folder)
     again = read_record(folder)
@@ -31,10 +31,10 @@ def test_a_new_run_keeps_its_config(tmp_path: Path) -> None:
 
 
 def test_the_same_run_goes_on(tmp_path: Path) -> None:
-    with opened(tmp_path, record()) as run:
+    with open_run(tmp_path, record()) as run:
         run.finish("prune", {"top1": 0.5})
     elsewhere = record(run={"device": "cpu", "name": "other"})
-    with opened(tmp_path, elsewhere, must_exist=True) as run:
+    with open_run(tmp_path, elsewhere, must_exist=True) as run:
         assert run.results == {"prune": {"top1": 0.5}}
 
 
@@ -50,11 +50,11 @@ def test_the_same_run_goes_on(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_another_run_is_refused_and_nothing_changes(other: Record, gap: str, tmp_path: Path) -> None:
-    with opened(tmp_path, record()) as run:
+def test_another_run_is_refused_and_nothing_changes(other: RunRecord, gap: str, tmp_path: Path) -> None:
+    with open_run(tmp_path, record()) as run:
         run.finish("prune", {"top1": 0.5})
     before = contents(tmp_path)
-    with pytest.raises(RunError, match=f"holds another run: {gap}"), opened(tmp_path, other):
+    with pytest.raises(RunError, match=f"holds another run: {gap}"), open_run(tmp_path, other):
         pass
     assert contents(tmp_path) == before
 
@@ -64,19 +64,19 @@ def test_files_are_compared_by_what_is_in_them(tmp_path: Path) -> None:
         record({"model.weights": digest}, model={"name": "sosp:resnet20", "weights": path})
         for digest, path in (("a1", "one.pth"), ("a1", "two.pth"), ("b2", "one.pth"))
     )
-    with opened(tmp_path, here):
+    with open_run(tmp_path, here):
         pass
-    with opened(tmp_path, moved):
+    with open_run(tmp_path, moved):
         pass
-    with pytest.raises(RunError, match='weights was "sha256 a1" and is "sha256 b2"'), opened(tmp_path, changed):
+    with pytest.raises(RunError, match='weights was "sha256 a1" and is "sha256 b2"'), open_run(tmp_path, changed):
         pass
 
 
 def test_folders_that_hold_something_else(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(RunError, match=r"holds thesis.tex, but no run"), opened(tmp_path, record()):
+    with pytest.raises(RunError, match=r"holds thesis.tex, but no run"), open_run(tmp_path, record()):
         pass
-    with pytest.raises(RunError, match="is a file; a run needs a folder"), opened(tmp_path / "thesis.tex", record()):
+    with pytest.raises(RunError, match="is a file; a run needs a folder"), open_run(tmp_path / "thesis.tex", record()):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -84,21 +84,21 @@ def test_folders_that_hold_something_else(tmp_path: Path) -> None:
 def test_nothing_to_resume(tmp_path: Path) -> None:
     with (
         pytest.raises(RunError, match="there is no run to resume"),
-        opened(tmp_path / "new", record(), must_exist=True),
+        open_run(tmp_path / "new", record(), must_exist=True),
     ):
         pass
     assert not (tmp_path / "new").exists()
 
 
 def test_only_one_process_writes(tmp_path: Path) -> None:
-    with opened(tmp_path, record()):
-        with pytest.raises(RunError, match="another process is writing there"), opened(tmp_path, record()):
+    with open_run(tmp_path, record()):
+        with pytest.raises(RunError, match="another process is writing there"), open_run(tmp_path, record()):
             pass
-        with opened(tmp_path, record(), writes=False) as reader:
+        with open_run(tmp_path, record(), writes=False) as reader:
             reader.finish("prune", {})
             reader.note({"event": "x"})
     assert contents(tmp_path).keys() == {CONFIG, ".lock"}
-    with opened(tmp_path, record()) as run:
+    with open_run(tmp_path, record()) as run:
         assert run.writes
 
 
@@ -122,19 +122,19 @@ def test_a_damaged_config(text: str, message: str, tmp_path: Path) -> None:
 
 
 def test_the_network_of_a_run_is_that_of_its_last_stage(tmp_path: Path) -> None:
-    with opened(tmp_path, record(train={})) as run:
+    with open_run(tmp_path, record(train={})) as run:
         with pytest.raises(RunError, match=r"no stage of this run is done\. Go on with it: sosp run"):
-            network_of(tmp_path)
+            find_last_network(tmp_path)
         run.file("train").write_bytes(b"")
         run.finish("train", {})
         run.finish("prune", {})  # but its file is not there
-        assert network_of(tmp_path)[1] == tmp_path / "model.safetensors"
+        assert find_last_network(tmp_path)[1] == tmp_path / "model.safetensors"
         run.file("prune").write_bytes(b"")
-        assert network_of(tmp_path)[1] == tmp_path / "small.safetensors"
+        assert find_last_network(tmp_path)[1] == tmp_path / "small.safetensors"
 
 
 def test_metrics_are_lines_of_json(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = RunFolder(tmp_path)
     run.note({"epoch": 1})
     run.note({"epoch": 2, "folder": Path("x")})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()

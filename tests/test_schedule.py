@@ -9,7 +9,7 @@ import pytest
 import sosp
 from sosp import SCHEDULES, Schedule
 from sosp.errors import ArgumentError
-from sosp.training.schedule import difference, schedule_of
+from sosp.training.schedule import describe_schedule_change, resolve_schedule
 
 # --- the paper's ----------------------------------------------------------------------------------------
 
@@ -110,13 +110,13 @@ def test_a_wrong_shape_suggests_the_nearest() -> None:
 @pytest.mark.parametrize(("wrong", "right"), [("cifar10", "cifar"), ("imagnet", "imagenet"), ("denset", "densenet")])
 def test_a_wrong_name_suggests_the_nearest(wrong: str, right: str) -> None:
     with pytest.raises(ArgumentError, match=f"Did you mean '{right}'"):
-        schedule_of(wrong)
+        resolve_schedule(wrong)
 
 
 @pytest.mark.parametrize("wrong", [None, 3, {"epochs": 3}, [1]])
 def test_what_is_no_schedule_is_refused_with_the_list(wrong: Any) -> None:
     with pytest.raises(ArgumentError, match="densenet"):
-        schedule_of(wrong)
+        resolve_schedule(wrong)
 
 
 def test_nesterov_needs_momentum() -> None:
@@ -139,6 +139,6 @@ def test_a_schedule_cannot_be_changed() -> None:
 def test_a_difference_names_the_field_and_both_values() -> None:
     mine = Schedule(milestones=(0.5,))
     stored = {**asdict(mine), "milestones": [0.5]}  # JSON has lists
-    assert difference(mine, stored) is None
-    assert difference(mine, {**stored, "rate": 0.3}) == "rate was 0.3 and is 0.1"
-    assert difference(mine, {**stored, "milestones": [0.4]}) == "milestones was (0.4,) and is (0.5,)"
+    assert describe_schedule_change(mine, stored) is None
+    assert describe_schedule_change(mine, {**stored, "rate": 0.3}) == "rate was 0.3 and is 0.1"
+    assert describe_schedule_change(mine, {**stored, "milestones": [0.4]}) == "milestones was (0.4,) and is (0.5,)"

@@ -14,7 +14,7 @@ from cases import case
 from oracles import subsets
 from sosp.errors import ArgumentError, DisconnectedError
 from sosp.graph.records import INPUT, OUTPUT, Layer, Structures
-from sosp.selection.greedy import Room, greedy
+from sosp.selection.greedy_order import LayerLimits, order_removals
 
 OBJECTIVES = ("individual", "structure", "order", "joint")
 
@@ -40,7 +40,7 @@ def saliency(S: int, seed: int, objective: str = "individual", widths: tuple[int
 
 
 def order_of(s: sosp.Saliency, count: int, weights: Tensor | None = None, cap: float | None = None) -> list[int]:
-    return greedy(s, count, weights, Room(s.structures, cap, torch.device("cpu"))).tolist()
+    return order_removals(s, count, weights, LayerLimits(s.structures, cap, torch.device("cpu"))).tolist()
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -112,11 +112,11 @@ def test_ties_go_to_the_lower_index_and_masks_repeat() -> None:
 def test_a_cap_bounds_every_layer_and_nothing_else_changes(seed: int, cap: float, with_pairs: bool) -> None:
     s = saliency(14, seed % 50, widths=(3, 5, 6))
     s = s if with_pairs else replace(s, pairs=None)
-    room = Room(s.structures, cap, torch.device("cpu"))
+    room = LayerLimits(s.structures, cap, torch.device("cpu"))
     limits = [int(cap * w + 1e-9) for w in (3, 5, 6)]
     assert room.total == sum(limits)
     count = seed % (room.total + 1)
-    chosen = greedy(s, count, None, room)
+    chosen = order_removals(s, count, None, room)
     owner = s.structures.owner()[chosen]
     assert len(set(chosen.tolist())) == count
     assert all(int((owner == i).sum()) <= limits[i] for i in range(3))

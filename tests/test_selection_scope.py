@@ -15,7 +15,7 @@ import sosp
 from cases import Case, case, names
 from oracles import baselines, subsets
 from sosp.errors import ArgumentError
-from sosp.selection.layer_shares import quotas_of
+from sosp.selection.layer_shares import build_quotas
 from test_budgets import cost
 from test_selection import OBJECTIVES, saliency, structures
 
@@ -199,7 +199,7 @@ def test_the_least_share_that_meets_a_budget(name: str, what: str) -> None:
     s = sosp.score(c.model, (c.inputs, c.targets), method="fisher")
     limit = 0.6 * cost(c.model, c.inputs)[what]
     mask = sosp.select(s, **{what: 0.6}, scope="layer")
-    quotas = quotas_of(s.structures, None, None)
+    quotas = build_quotas(s.structures, None, None)
     steps = [0.0, *quotas.steps()]
     at = [i for i, step in enumerate(steps) if list(numbers(mask).values()) == quotas.at(step)]
     assert len(at) == 1
@@ -220,7 +220,7 @@ def test_a_budget_that_is_met_already_takes_nothing() -> None:
 
 
 def test_every_step_removes_one_more_somewhere() -> None:
-    quotas = quotas_of(structures(3, 5, 8), None, None)
+    quotas = build_quotas(structures(3, 5, 8), None, None)
     totals = [sum(quotas.at(step)) for step in quotas.steps()]
     assert totals == sorted(set(totals))
     assert totals[-1] == 2 + 4 + 7

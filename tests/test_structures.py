@@ -14,7 +14,7 @@ import sosp
 from cases import Case, case, names
 from oracles import counts, dense
 from oracles.theta import thetas, width
-from sosp.core.layers import LAYERS, layer_type
+from sosp.core.layer_types import LAYERS, find_layer_type
 from sosp.errors import StructureError
 
 PARALLEL = {"residual", "preact", "concat", "attention", "layernorm"}
@@ -351,8 +351,8 @@ class Slim(nn.Conv2d):
 
 
 def test_subclasses_are_layers() -> None:
-    assert layer_type(Slim(1, 1, 1)) is LAYERS[nn.Conv2d]
-    assert layer_type(nn.ReLU()) is None
+    assert find_layer_type(Slim(1, 1, 1)) is LAYERS[nn.Conv2d]
+    assert find_layer_type(nn.ReLU()) is None
     model = nn.Sequential(Slim(2, 3, 1), nn.Flatten(), nn.Linear(48, 2))
     assert found_in(model, PIXELS) == {"0": ()}
 

@@ -333,9 +333,9 @@ class SourceOfPairs(Batches):
         super().__init__(*examples())
 
     def epoch(self, number: int, *, batch: int, seed: int, **options: Any) -> Any:
-        from sosp.data.source import generator
+        from sosp.data.batch_source import make_generator
 
-        order = torch.randperm(N, generator=generator(seed, number))
+        order = torch.randperm(N, generator=make_generator(seed, number))
         return ((self.x[i], self.y[i]) for i in order.split(batch))
 
 
@@ -647,7 +647,7 @@ def test_the_best_epoch() -> None:
 
 
 def test_on_step_and_on_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "GLANCE", 0)
+    monkeypatch.setattr(loop, "PROGRESS_INTERVAL", 0)
     steps: list[Any] = []
     epochs: list[Any] = []
     found = sosp.train(
@@ -1009,7 +1009,7 @@ def test_a_network_that_no_graph_can_hold_trains_op_by_op() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_training_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "GLANCE", 0)
+    monkeypatch.setattr(loop, "PROGRESS_INTERVAL", 0)
     speed, s = Speed("float32"), replace(SHORT, ema=0.7)
     whole = sosp.train(normed(), examples(), s, device="cuda", speed=speed)
 

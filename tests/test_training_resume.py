@@ -21,10 +21,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 import sosp
-import sosp.core.files
+import sosp.core.safetensors_files
 import training_worker
 from sosp import Schedule
-from sosp.core.files import read, write
+from sosp.core.safetensors_files import read_safetensors, write_safetensors
 from sosp.errors import CheckpointError, TrainingError
 from sosp.training import CheckpointWarning, checkpoints, loop
 from training_worker import (
@@ -49,7 +49,7 @@ SCHEDULE = replace(SHORT, ema=0.8)
 
 @pytest.fixture(autouse=True)
 def told_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "GLANCE", 0)
+    monkeypatch.setattr(loop, "PROGRESS_INTERVAL", 0)
 
 
 def stop_at(step: int, act: Callable[[], None] | None = None) -> Callable[..., None]:
@@ -108,7 +108,7 @@ def test_killed_twenty_times_at_random_moments(tmp_path: Path) -> None:
         assert killed[network]["story"] == calm[network]["story"]
     assert names(tmp_path / "killed") == names(tmp_path / "calm") == [checkpoint(95), checkpoint(96)]
     for name in names(tmp_path / "calm"):
-        assert same(read(tmp_path / "killed" / name)[1], read(tmp_path / "calm" / name)[1])
+        assert same(read_safetensors(tmp_path / "killed" / name)[1], read_safetensors(tmp_path / "calm" / name)[1])
     assert KILLED.epochs * 16 == 96
 
 
@@ -153,9 +153,9 @@ def test_large_checkpoints_after_short_epochs_are_apart(
 ) -> None:
     """The last epoch is always saved: who trained to the end does not train again."""
     monkeypatch.setattr(loop, "LARGE", large)
-    monkeypatch.setattr(loop, "APART", apart)
-    found, keep = [], checkpoints.save
-    monkeypatch.setattr(checkpoints, "save", lambda *given: found.append(given[3].epoch) or keep(*given))
+    monkeypatch.setattr(loop, "SAVE_INTERVAL", apart)
+    found, keep = [], checkpoints.save_checkpoint
+    monkeypatch.setattr(checkpoints, "save_checkpoint", lambda *given: found.append(given[3].epoch) or keep(*given))
     whole = run(normed(), tmp_path)
     assert found == saved
     again = run(normed(), tmp_path)
@@ -377,7 +377,7 @@ def emptied(path: Path) -> None:
 
 
 def foreign(path: Path) -> None:
-    write(path, '{"something":"else"}', {"x": torch.zeros(3)})
+    write_safetensors(path, '{"something":"else"}', {"x": torch.zeros(3)})
 
 
 def cut_in_the_header(path: Path) -> None:
@@ -488,7 +488,7 @@ def test_a_full_disk_is_a_warning(place: str, half: Path, monkeypatch: pytest.Mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     before = {n: (half / n).read_bytes() for n in names(half)}
-    monkeypatch.setattr(f"sosp.core.files.{place}", full)
+    monkeypatch.setattr(f"sosp.core.safetensors_files.{place}", full)
     with pytest.warns(CheckpointWarning, match="No space left on device") as heard:
         found = run(dropping(), half)
     assert len(heard) == 2  # after epochs 2 and 3
@@ -563,7 +563,7 @@ def test_weights_that_overflow_in_an_epochs_last_step_are_no_result(tmp_path: Pa
 
 
 def test_a_checkpoint_says_what_it_is(half: Path) -> None:
-    text, tensors = read(half / checkpoint(5))
+    text, tensors = read_safetensors(half / checkpoint(5))
     found = json.loads(text)
     assert (found["place"]["epoch"], found["place"]["batch"]) == (1, 2)
     assert found["training"]["schedule"]["rate"] == SCHEDULE.rate

@@ -241,7 +241,7 @@ def own_loader() -> list[Any]:
 
 def job_train() -> Any:
     model = double(normed())
-    if distributed.rank():  # everybody starts with the numbers of the first
+    if distributed.get_rank():  # everybody starts with the numbers of the first
         with torch.no_grad():
             model[0].weight.add_(1)
     return outcome(sosp.train(model, (rank_source(), examples(11, 2, torch.float64)), TOGETHER))
@@ -253,7 +253,7 @@ def job_loader() -> Any:
 
 def job_shuffled() -> Any:
     """Whatever the ranks' own random numbers are, they draw the same order."""
-    torch.manual_seed(100 + distributed.rank())
+    torch.manual_seed(100 + distributed.get_rank())
     dataset = torch.utils.data.TensorDataset(*rank_source())
     loader = torch.utils.data.DataLoader(dataset, batch_size=7, shuffle=True)
     small = sosp.recalibrate(double(normed()), loader)
@@ -346,7 +346,9 @@ def job_refused(folder: Path) -> Any:
 
 def distributed_loader() -> Any:
     dataset = torch.utils.data.TensorDataset(*rank_source())
-    sampler = torch.utils.data.DistributedSampler(dataset, num_replicas=distributed.ranks(), rank=distributed.rank())
+    sampler = torch.utils.data.DistributedSampler(
+        dataset, num_replicas=distributed.count_ranks(), rank=distributed.get_rank()
+    )
     return torch.utils.data.DataLoader(dataset, batch_size=4, sampler=sampler)
 
 
@@ -356,7 +358,7 @@ class HaltedError(Exception):
 
 def job_resume(folder: Path) -> Any:
     """HaltedError inside the second epoch; the newest checkpoint is then damaged; on to the end."""
-    where = folder / f"resume{distributed.ranks()}"
+    where = folder / f"resume{distributed.count_ranks()}"
     seen = []
 
     def stop(done: int, total: int, moment: Any) -> None:
@@ -364,16 +366,16 @@ def job_resume(folder: Path) -> Any:
         if done == 7:
             raise HaltedError
 
-    sosp.training.loop.GLANCE = 0
+    sosp.training.loop.PROGRESS_INTERVAL = 0
     options: dict[str, Any] = {"folder": where, "save_every": 0, "seed": 5}
     with suppress(HaltedError):
         sosp.train(double(normed()), rank_source(), TOGETHER, on_step=stop, **options)
-    distributed.wait()
+    distributed.wait_for_ranks()
     names = sorted(p.name for p in where.iterdir())
     if distributed.is_main():
         newest = where / names[-1]
         newest.write_bytes(newest.read_bytes()[:-3])
-    distributed.wait()
+    distributed.wait_for_ranks()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trained = sosp.train(double(normed()), rank_source(), TOGETHER, **options)
@@ -412,8 +414,8 @@ def all_jobs(folder: Path) -> dict[str, Any]:
 def as_rank(rank: int, world: int, port: int, folder: Path) -> dict[str, Any]:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-    with distributed.joined():
-        assert (distributed.rank(), distributed.ranks()) == (rank, world)
+    with distributed.join_processes():
+        assert (distributed.get_rank(), distributed.count_ranks()) == (rank, world)
         return all_jobs(folder)
 
 

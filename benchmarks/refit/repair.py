@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import sosp
-from sosp.core.provenance import hardware
+from sosp.core.run_environment import describe_hardware
 
 CUTS = ("sosp-i", "sosp-h", "slimming", "random", "sosp-obs", "sosp-i:4", "sosp-obs:4", "sosp-obs:8")  # method:rounds
 STARTS = ("masked", "recalibrated", "repaired")
@@ -120,7 +120,7 @@ class Lines:
             self.keep({**key, **make(), "total_seconds": time.perf_counter() - started})
 
     def keep(self, line: dict[str, Any]) -> None:
-        line = {**line, "torch": torch.__version__, "hardware": hardware(self.device)}
+        line = {**line, "torch": torch.__version__, "hardware": describe_hardware(self.device)}
         self.known.append(line)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -10,9 +10,9 @@ import argparse
 from pathlib import Path
 from statistics import median
 
-from sosp.app.run.folder import read_record
-from sosp.studies.compare.cells import Cell, Cells
-from sosp.studies.compare.summary import Summary, summaries
+from sosp.app.run.run_folder import read_record
+from sosp.studies.compare.comparison_cells import ComparisonCell, ComparisonStore
+from sosp.studies.compare.summary import ComparisonSummary, summarise_cells
 
 COMMAND = """<!-- not run: needs CIFAR-10 and weights -->
 ```sh
@@ -45,16 +45,16 @@ def main() -> None:
 
 def page(run: Path) -> str:
     """The whole of it."""
-    cells = tuple(Cells(run).known.values())
+    cells = tuple(ComparisonStore(run).known.values())
     if not cells:
         raise SystemExit(f"{run}: has no cells; is it a run of sosp compare?")
-    found = summaries(cells)
+    found = summarise_cells(cells)
     parts = [_head(run, cells)]
     parts += [_section(title, what, found) for what, title in ABOUT.items() if any(what in s.means for s in found)]
     return "\n\n".join([*parts, _costs(found, cells)]) + "\n"
 
 
-def _head(run: Path, cells: tuple[Cell, ...]) -> str:
+def _head(run: Path, cells: tuple[ComparisonCell, ...]) -> str:
     record = read_record(run)
     model, data = record.config.model.name.removeprefix("sosp:"), record.config.data.name
     seeds, how = len({c.seed for c in cells}), record.config.compare
@@ -67,7 +67,7 @@ def _head(run: Path, cells: tuple[Cell, ...]) -> str:
     )
 
 
-def _section(title: str, what: str, found: list[Summary]) -> str:
+def _section(title: str, what: str, found: list[ComparisonSummary]) -> str:
     ratios = list(dict.fromkeys(s.ratio for s in found))
     lines = [f"| | {' | '.join(f'{r:g}' for r in ratios)} |", "|---|" + "---:|" * len(ratios)]
     for method in dict.fromkeys(s.method for s in found):
@@ -76,14 +76,14 @@ def _section(title: str, what: str, found: list[Summary]) -> str:
     return f"{title}\n\n" + "\n".join(lines)
 
 
-def _share(s: Summary, what: str) -> str:
+def _share(s: ComparisonSummary, what: str) -> str:
     if what not in s.means:
         return "refused" if s.refusal else ""
     spread = f" ± {100 * s.stds[what]:.1f}" if s.seeds > 1 else ""
     return f"{100 * s.means[what]:.1f}{spread}"
 
 
-def _costs(found: list[Summary], cells: tuple[Cell, ...]) -> str:
+def _costs(found: list[ComparisonSummary], cells: tuple[ComparisonCell, ...]) -> str:
     """At the middle ratio, and the seconds of a scoring pass."""
     ratios = sorted({s.ratio for s in found})
     ratio = ratios[len(ratios) // 2]

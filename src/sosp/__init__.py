@@ -12,7 +12,7 @@ sosp.save("small.safetensors", tuned.model, mask)
 
 from typing import TYPE_CHECKING
 
-from sosp.core.lazy import attach
+from sosp.core.lazy_imports import make_lazy_exports
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time a name is imported when it is first used
     from sosp import baselines as learned
@@ -31,17 +31,17 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time a name is import
     from sosp.scoring.score import METHODS, score
     from sosp.selection.select import select
     from sosp.studies import paper as experiments
-    from sosp.studies.bottlenecks.find import bottlenecks
-    from sosp.studies.bottlenecks.record import Bottlenecks
-    from sosp.studies.compare.measure import compare
-    from sosp.studies.expand.search import expand
+    from sosp.studies.bottlenecks.bottleneck_detection import bottlenecks
+    from sosp.studies.bottlenecks.bottleneck_record import Bottlenecks
+    from sosp.studies.compare.method_comparison import compare
+    from sosp.studies.expand.expand_pruning import expand
     from sosp.surgery.checkpoint import inspect, load, save
     from sosp.surgery.shrink import shrink
     from sosp.surgery.widen import widen
     from sosp.training import SCHEDULES, Accuracy, Schedule, Speed, Trained, evaluate, recalibrate
 else:
     _ROOMS = "core graph scoring selection surgery refit training nets data baselines studies extend errors"
-    __getattr__, __dir__ = attach(
+    __getattr__, __dir__ = make_lazy_exports(
         __name__,
         names={
             "sosp.pipeline": "prune Pruned train",
@@ -59,10 +59,10 @@ else:
             "sosp.graph.cost": "Cost",
             "sosp.graph.latency": "latency Latency",
             "sosp.refit": "repair Repaired",
-            "sosp.studies.compare.measure": "compare",
-            "sosp.studies.bottlenecks.find": "bottlenecks",
-            "sosp.studies.bottlenecks.record": "Bottlenecks",
-            "sosp.studies.expand.search": "expand",
+            "sosp.studies.compare.method_comparison": "compare",
+            "sosp.studies.bottlenecks.bottleneck_detection": "bottlenecks",
+            "sosp.studies.bottlenecks.bottleneck_record": "Bottlenecks",
+            "sosp.studies.expand.expand_pruning": "expand",
             "sosp.training": "Trained Schedule SCHEDULES Speed evaluate Accuracy recalibrate",
             "sosp.surgery.checkpoint": "save load inspect",
         },

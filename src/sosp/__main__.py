@@ -2,7 +2,7 @@
 
 import sys
 
-from sosp.core.packages import import_package
+from sosp.core.optional_packages import import_package
 from sosp.errors import SospError
 
 

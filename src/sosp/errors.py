@@ -58,22 +58,22 @@ class RunError(SospError, ValueError):
     """A folder that holds something else than the run that was asked for."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def suggest_name(word: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def one_of(what: str, found: object, known: Iterable[str]) -> None:
+def check_choice(what: str, found: object, known: Iterable[str]) -> None:
     """Refuse a name that is not in the list, with the list."""
     names = list(known)
     if found not in names:
         raise ArgumentError(
-            f"{what}={found!r} is not known.{nearest(str(found), names)} Choose one of: {', '.join(names)}."
+            f"{what}={found!r} is not known.{suggest_name(str(found), names)} Choose one of: {', '.join(names)}."
         )
 
 
-def whole_number(what: str, found: object, least: int = 1) -> int:
+def check_whole_number(what: str, found: object, least: int = 1) -> int:
     """Refuse what is no whole number, or too small."""
     if not is_whole(found) or found < least:
         raise ArgumentError(f"{what}={found!r} must be a whole number, {least} at least.")

@@ -6,7 +6,7 @@ sosp.extend.RULES[my_op] = rule        # (op, args, kwargs) -> the result for va
 """
 
 from sosp.core.batches import Chunk
-from sosp.core.layers import LAYERS, LayerType
+from sosp.core.layer_types import LAYERS, LayerType
 from sosp.scoring.criteria.filters import averaged, filters_of, summed
 from sosp.scoring.derivatives import full_hessian, gradient, hessian_vector
 from sosp.scoring.example_gradients import feature_means, gradient_products, minibatch_gradients, squared_gradients

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sosp.core.batches import open_once
-from sosp.core.borrow import check_network, home
+from sosp.core.batches import open_data_once
+from sosp.core.borrowed_model import check_network, find_device
 from sosp.core.losses import LossLike
-from sosp.errors import ArgumentError, whole_number
-from sosp.graph.cost import Cost, whole_cost
-from sosp.graph.flow import follow
-from sosp.graph.layout import Style
+from sosp.errors import ArgumentError, check_whole_number
+from sosp.graph.cost import Cost, compute_whole_cost
+from sosp.graph.flow import follow_channels
+from sosp.graph.layout import LayoutStyle
 from sosp.graph.mask import Mask
 from sosp.graph.plan import Plan, plan_removal
 from sosp.graph.records import Saliency
-from sosp.graph.structures import Exclude, excluded_names, find_structures
-from sosp.refit import Absent, Repaired
+from sosp.graph.structures import Exclude, find_excluded_names, find_structures
+from sosp.refit import RemovalHistory, Repaired
 from sosp.refit import repair as repair_network
 from sosp.scoring.score import score
 from sosp.selection.select import SelectionOptions, select_and_plan
@@ -94,9 +94,9 @@ def prune(
     """
     check_network(model)
     _refuse_inference(model)
-    whole_number("rounds", rounds)
-    example, data = open_once(data, home(model), keep=repair)
-    keep = excluded_names(model, exclude, parameters=False)
+    check_whole_number("rounds", rounds)
+    example, data = open_data_once(data, find_device(model), keep=repair)
+    keep = find_excluded_names(model, exclude, parameters=False)
 
     def scored(network: nn.Module) -> Saliency:
         left = keep & dict(network.named_modules()).keys()
@@ -106,10 +106,10 @@ def prune(
     choice = {"ratio": ratio, "params": params, "macs": macs, "cap": cap, "scope": scope}
     if repair:
         outputs = loss if isinstance(loss, str) else "mse"  # nothing is known of what a loss of their own makes of them
-        return repaired_cut(model, data, example, choice, scored, rounds, outputs=outputs)
+        return prune_and_repair(model, data, example, choice, scored, rounds, outputs=outputs)
     if rounds > 1:
         raise ArgumentError(f"rounds={rounds} is for repair=True: between two cuts the network is repaired.")
-    return cut(model, scored(model), example, choice)
+    return select_and_shrink(model, scored(model), example, choice)
 
 
 def _refuse_inference(model: nn.Module) -> None:
@@ -126,7 +126,7 @@ def _refuse_inference(model: nn.Module) -> None:
             )
 
 
-def repaired_cut(
+def prune_and_repair(
     model: nn.Module,
     data: Any,
     example: Any,
@@ -137,30 +137,30 @@ def repaired_cut(
 ) -> Pruned:
     """Cut and repair, in rounds: all but the first score and cut what the one before has left."""
     network, first = model, scored(model)
-    saliency, absent = first, Absent(first.structures)
+    saliency, absent = first, RemovalHistory(first.structures)
     for k in range(1, rounds):
-        found = cut(network, saliency, example, _so_far(choice, k / rounds, first, saliency))
+        found = select_and_shrink(network, saliency, example, _budget_of_round(choice, k / rounds, first, saliency))
         assert found.plan is not None
         absent.cut(found.plan)
         network = repair_network(found.model, model, data, loss=outputs).model
         saliency = scored(network)
-    found = cut(network, saliency, example, _so_far(choice, 1.0, first, saliency))
+    found = select_and_shrink(network, saliency, example, _budget_of_round(choice, 1.0, first, saliency))
     fixed = repair_network(found.model, model, data, loss=outputs)
     if network is model:
         return replace(found, model=fixed.model, repaired=fixed)
     assert found.plan is not None
     absent.cut(found.plan)
-    before = whole_cost(first.structures.flow or follow(model, example))
+    before = compute_whole_cost(first.structures.flow or follow_channels(model, example))
     return Pruned(fixed.model, absent.mask(), first, before, found.cost_after, None, fixed)
 
 
-def _so_far(choice: Mapping[str, Any], share: float, first: Saliency, now: Saliency) -> dict[str, Any]:
+def _budget_of_round(choice: Mapping[str, Any], share: float, first: Saliency, now: Saliency) -> dict[str, Any]:
     """The budget of a round, when a ``share`` of the rounds will be done: every round takes as large a share."""
     if share == 1 and first is now:
         return dict(choice)
     for name in ("params", "macs"):
         if choice.get(name) is not None and first.structures.flow is not None:
-            whole = getattr(whole_cost(first.structures.flow), name)
+            whole = getattr(compute_whole_cost(first.structures.flow), name)
             wanted = choice[name] / whole if choice[name] > 1 else choice[name]
             return {**choice, name: max(2, floor(whole * wanted**share * (1 + 1e-12)))}
     ratio = 0.5 if choice.get("ratio") is None else choice["ratio"]
@@ -168,15 +168,15 @@ def _so_far(choice: Mapping[str, Any], share: float, first: Saliency, now: Salie
     return {**choice, "ratio": max(0.0, 1 - left / len(now.structures))}
 
 
-def cut(model: nn.Module, saliency: Saliency, example: Any, choice: Mapping[str, Any]) -> Pruned:
+def select_and_shrink(model: nn.Module, saliency: Saliency, example: Any, choice: Mapping[str, Any]) -> Pruned:
     """Select by ``choice``, the arguments of ``select``, and shrink. A budget is met by the network that is built."""
     options = SelectionOptions(**choice)
     mask, plan = select_and_plan(saliency, options)
     if plan is None:
-        flow = saliency.structures.flow or follow(model, example)
-        plan = plan_removal(flow, mask, Style(options.join, options.round_to))
+        flow = saliency.structures.flow or follow_channels(model, example)
+        plan = plan_removal(flow, mask, LayoutStyle(options.join, options.round_to))
     small = shrink(model, plan, example)
-    return Pruned(small, mask, saliency, whole_cost(plan.flow), plan.cost, plan)
+    return Pruned(small, mask, saliency, compute_whole_cost(plan.flow), plan.cost, plan)
 
 
 def train(
@@ -224,7 +224,7 @@ def train(
         TrainingError: If the loss becomes infinite or NaN.
     """
     from sosp import training
-    from sosp.surgery.pad_widths import with_room
+    from sosp.surgery.pad_widths import pad_model
 
     return training.train(
         model,
@@ -239,5 +239,5 @@ def train(
         on_epoch=on_epoch,
         on_step=on_step,
         save_every=save_every,
-        pad=with_room,
+        pad=pad_model,
     )

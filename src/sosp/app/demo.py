@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import sosp
-from sosp.core.documents import write_json
+from sosp.core.text_files import write_json
 from sosp.errors import RunError
 
 RECORD, NETWORK = "demo.json", "small.safetensors"
@@ -20,7 +20,7 @@ RUNS = 50  # of each network, to time it
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """Everything the demo chooses; the defaults take well under a minute on two CPU cores."""
 
     methods: tuple[str, ...] = ("sosp-h", "random")  # the network of the first one is saved
@@ -32,7 +32,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Row:
+class DemoRow:
     """One network and what it is worth."""
 
     network: str
@@ -43,7 +43,7 @@ class Row:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class DemoNetwork:
     """A network that goes into the table."""
 
     name: str
@@ -52,7 +52,7 @@ class Kept:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def use_one_thread() -> Iterator[None]:
     """Images this small gain little from a second thread and lose much where the cores are busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -69,25 +69,25 @@ def new_network(seed: int) -> nn.Module:
         return sosp.nets.digits_resnet()
 
 
-@one_thread()
-def run(folder: Path, say: Callable[[str], None], settings: Settings | None = None) -> list[Row]:
+@use_one_thread()
+def run_demo(folder: Path, say: Callable[[str], None], settings: DemoSettings | None = None) -> list[DemoRow]:
     """Train, prune, fine-tune; the smaller network is saved in the folder, the rows of the table come back."""
-    settings = settings or Settings()
-    prepare(folder)
+    settings = settings or DemoSettings()
+    claim_folder(folder)
     data = sosp.data.digits()
     say(f"Training a residual network on {len(data.train)} images of digits, {settings.training.epochs} epochs ...")
     trained = sosp.train(new_network(settings.seed), data, settings.training, seed=settings.seed).model
-    kept = [Kept("trained", trained)]
+    kept = [DemoNetwork("trained", trained)]
     for method in settings.methods:
         say(f"{method}: removing {settings.ratio:.0%} of the structures, {settings.tuning.epochs} more epochs ...")
-        kept += pruned(trained, data, method, settings)
-    rows = measured(kept, data)
+        kept += prune_and_finetune(trained, data, method, settings)
+    rows = measure_networks(kept, data)
     sosp.save(folder / NETWORK, kept[2].model, kept[2].mask)
     write_json(folder / RECORD, {"settings": asdict(settings), "rows": [asdict(row) for row in rows]})
     return rows
 
 
-def prepare(folder: Path) -> None:
+def claim_folder(folder: Path) -> None:
     """Make the folder; one that holds anything else than an earlier demo is left alone."""
     if folder.exists() and not (folder / RECORD).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunError(f"{folder}: holds something else than an earlier demo. Choose another folder with --out.")
@@ -95,7 +95,9 @@ def prepare(folder: Path) -> None:
     write_json(folder / RECORD, {})  # ours from now on, even if it is interrupted
 
 
-def pruned(model: nn.Module, data: sosp.data.Dataset, method: str, settings: Settings) -> list[Kept]:
+def prune_and_finetune(
+    model: nn.Module, data: sosp.data.Dataset, method: str, settings: DemoSettings
+) -> list[DemoNetwork]:
     """The network without what a method finds least needed, and the same after fine-tuning."""
     example = first_images(data, 8)
     structures = sosp.find_structures(model, example, groups="coupled", exclude=sosp.downsampling(model))
@@ -109,15 +111,15 @@ def pruned(model: nn.Module, data: sosp.data.Dataset, method: str, settings: Set
     mask = sosp.select(saliency, ratio=settings.ratio)
     small = sosp.recalibrate(sosp.shrink(model, mask, example), data.train, seed=settings.seed)
     tuned = sosp.train(small, data, settings.tuning, seed=settings.seed).model
-    return [Kept(f"{method}: pruned", small, mask), Kept(f"{method}: fine-tuned", tuned, mask)]
+    return [DemoNetwork(f"{method}: pruned", small, mask), DemoNetwork(f"{method}: fine-tuned", tuned, mask)]
 
 
-def measured(kept: list[Kept], data: sosp.data.Dataset) -> list[Row]:
+def measure_networks(kept: list[DemoNetwork], data: sosp.data.Dataset) -> list[DemoRow]:
     """What each network costs and can do; their times are taken in turns."""
     images = first_images(data, len(data.test), test=True)
     times = sosp.latency({k.name: k.model for k in kept}, images, runs=RUNS)
     return [
-        Row(k.name, sosp.evaluate(k.model, data.test).top1, cost.params, cost.macs, times[k.name].median)
+        DemoRow(k.name, sosp.evaluate(k.model, data.test).top1, cost.params, cost.macs, times[k.name].median)
         for k in kept
         for cost in [sosp.count(k.model, images[:2])]
     ]

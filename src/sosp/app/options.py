@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sosp.errors import ArgumentError, nearest, one_of
+from sosp.errors import ArgumentError, check_choice, suggest_name
 
 
 @dataclass(frozen=True)
-class Kind:
+class OptionKind:
     """What values an option takes."""
 
     wanted: str  # "a whole number", for messages
@@ -21,33 +21,33 @@ class Kind:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) and value else _no()
+    return value if isinstance(value, str) and value else _refuse_value()
 
 
 def _whole(value: Any) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else _no()
+    return value if isinstance(value, int) and not isinstance(value, bool) else _refuse_value()
 
 
 def _number(value: Any) -> float:
     fine = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if fine else _no()
+    return float(value) if fine else _refuse_value()
 
 
 def _flag(value: Any) -> bool:
-    return value if isinstance(value, bool) else _no()
+    return value if isinstance(value, bool) else _refuse_value()
 
 
 def _many(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
-    return lambda value: tuple(map(read, value)) if isinstance(value, (list, tuple)) else _no()
+    return lambda value: tuple(map(read, value)) if isinstance(value, (list, tuple)) else _refuse_value()
 
 
-def _listed(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+def _split_list(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
     """A list, which the command line writes with commas."""
 
     def found(value: Any) -> tuple[Any, ...]:
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",")]
-        return tuple(map(read, value)) if isinstance(value, (list, tuple)) else _no()
+        return tuple(map(read, value)) if isinstance(value, (list, tuple)) else _refuse_value()
 
     return found
 
@@ -58,8 +58,8 @@ def _as_number(value: Any) -> float:
 
 def _shape(value: Any) -> str:
     """``3x32x32``."""
-    sizes = value.lower().split("x") if isinstance(value, str) else _no()
-    return value.lower() if all(size.isascii() and size.isdigit() and int(size) for size in sizes) else _no()
+    sizes = value.lower().split("x") if isinstance(value, str) else _refuse_value()
+    return value.lower() if all(size.isascii() and size.isdigit() and int(size) for size in sizes) else _refuse_value()
 
 
 def _widths(value: Any) -> float | dict[str, float]:
@@ -75,32 +75,32 @@ def _shares(value: Any) -> dict[str, float]:
     """The same without a factor for all."""
     if isinstance(value, Mapping):
         return {str(name): _number(share) for name, share in value.items()}
-    parts = value.split(",") if isinstance(value, str) else _no()
+    parts = value.split(",") if isinstance(value, str) else _refuse_value()
     return {name.strip(): float(share) for name, _, share in (part.partition("=") for part in parts)}
 
 
-def _no() -> Any:
+def _refuse_value() -> Any:
     raise ValueError
 
 
-TEXT = Kind("a text", str, _text)
-WHOLE = Kind("a whole number", int, _whole)
-NUMBER = Kind("a number", float, _number)
-FLAG = Kind("true or false", bool, _flag)
-TEXTS = Kind("a list of texts", list[str], _many(_text))
-NUMBERS = Kind("a list of numbers", list[float], _many(_number))
-NAMES = Kind("a list of names, such as a,b", str, _listed(_text))
-RATIOS = Kind("a list of numbers, such as 0.3,0.5", str, _listed(_as_number))
-SHAPE = Kind("a shape such as 3x32x32", str, _shape)
-SHARES = Kind("layers with a number each", str, _shares)
-WIDTHS = Kind("a number, or layers with one each", str, _widths)
+TEXT = OptionKind("a text", str, _text)
+WHOLE = OptionKind("a whole number", int, _whole)
+NUMBER = OptionKind("a number", float, _number)
+FLAG = OptionKind("true or false", bool, _flag)
+TEXTS = OptionKind("a list of texts", list[str], _many(_text))
+NUMBERS = OptionKind("a list of numbers", list[float], _many(_number))
+NAMES = OptionKind("a list of names, such as a,b", str, _split_list(_text))
+RATIOS = OptionKind("a list of numbers, such as 0.3,0.5", str, _split_list(_as_number))
+SHAPE = OptionKind("a shape such as 3x32x32", str, _shape)
+SHARES = OptionKind("layers with a number each", str, _shares)
+WIDTHS = OptionKind("a number, or layers with one each", str, _widths)
 
 
 @dataclass(frozen=True)
 class Option:
     """One key of a section, and the flag that means the same."""
 
-    kind: Kind
+    kind: OptionKind
     help: str
     choices: tuple[str, ...] = ()
     low: float = -math.inf
@@ -115,29 +115,29 @@ class Option:
         except ValueError:
             raise ArgumentError(f"{label} should be {self.kind.wanted}, not {value!r}.") from None
         if self.choices:
-            one_of(label, found, self.choices)
+            check_choice(label, found, self.choices)
         if isinstance(found, (int, float)) and not self.low <= found <= self.high:
             span = f"{self.low:g} at least" if self.high == math.inf else f"from {self.low:g} to {self.high:g}"
             raise ArgumentError(f"{label}={value!r} must be {self.kind.wanted}, {span}.")
         return found
 
 
-def option(kind: Kind, help: str, default: Any = None, **more: Any) -> Any:
+def define_option(kind: OptionKind, help: str, default: Any = None, **more: Any) -> Any:
     """A field of a section."""
     return dataclasses.field(default=default, metadata={"option": Option(kind, help, **more)})
 
 
-def options_of(section: type) -> dict[str, Option]:
+def collect_options(section: type) -> dict[str, Option]:
     """Key -> option, in the order of the section."""
     return {f.name: f.metadata["option"] for f in dataclasses.fields(section)}
 
 
-def checked(section: type, given: Mapping[str, Any], label: Callable[[str], str]) -> dict[str, Any]:
+def check_options(section: type, given: Mapping[str, Any], label: Callable[[str], str]) -> dict[str, Any]:
     """The given values in their types; a key that the section does not have is refused with the nearest."""
-    known = options_of(section)
+    known = collect_options(section)
     for key in given:
         if key not in known:
-            raise ArgumentError(f"{label(key)} is not known.{nearest(key, known)} Known are: {_list(known)}.")
+            raise ArgumentError(f"{label(key)} is not known.{suggest_name(key, known)} Known are: {_list(known)}.")
     return {key: known[key].check(value, label(key)) for key, value in given.items()}
 
 

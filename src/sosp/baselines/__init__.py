@@ -2,24 +2,24 @@
 
 from typing import TYPE_CHECKING
 
-from sosp.core.lazy import attach
+from sosp.core.lazy_imports import make_lazy_exports
 
 if TYPE_CHECKING:
     from sosp.baselines.amc_search import amc
     from sosp.baselines.eigendamage import Eigendamaged, rebuild
     from sosp.baselines.gal_training import gal
-    from sosp.baselines.learned import Learned
-    from sosp.baselines.slimming import Slimming
+    from sosp.baselines.learned_result import Learned
+    from sosp.baselines.slimming_training import Slimming
     from sosp.baselines.variational_training import variational
 else:
-    __getattr__, __dir__ = attach(
+    __getattr__, __dir__ = make_lazy_exports(
         __name__,
         {
-            "sosp.baselines.slimming": "Slimming",
+            "sosp.baselines.slimming_training": "Slimming",
             "sosp.baselines.variational_training": "variational",
             "sosp.baselines.gal_training": "gal",
             "sosp.baselines.amc_search": "amc",
-            "sosp.baselines.learned": "Learned",
+            "sosp.baselines.learned_result": "Learned",
             "sosp.baselines.eigendamage": "Eigendamaged rebuild",
         },
     )

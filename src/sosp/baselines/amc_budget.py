@@ -9,15 +9,15 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from sosp.baselines.arguments import number
+from sosp.baselines.arguments import check_number
 from sosp.errors import ArgumentError
-from sosp.graph.cost import cost_of, whole_cost
+from sosp.graph.cost import compute_cost, compute_whole_cost
 from sosp.graph.flow import Flow, learn_pins
 from sosp.graph.records import Structures
 
 
 @dataclass(frozen=True, eq=False)
-class Budget:
+class AmcBudget:
     """Layers that keep the end of their own order."""
 
     structures: Structures
@@ -41,7 +41,7 @@ class Budget:
         flow = self.flow
         places = {layer.name: layer.norms for layer in self.structures.layers}
         removed = flow.removed(self.structures.channels_of(self.removed(kept)), places)
-        return cost_of(flow, flow.layout(removed)).macs
+        return compute_cost(flow, flow.layout(removed)).macs
 
     def fitting(self, kept: Sequence[int], wish: int) -> tuple[int, int]:
         """How many the next layer keeps, ``wish`` at most, and the MACs left then.
@@ -66,19 +66,19 @@ class Budget:
         return low, least
 
 
-def budget_of(structures: Structures, scores: Tensor, macs: float, least: float) -> Budget:
+def build_budget(structures: Structures, scores: Tensor, macs: float, least: float) -> AmcBudget:
     """Layers keep the structures with the largest scores, a share of ``least`` or more; refuse what cannot be met."""
     if structures.flow is None:
         raise ArgumentError("macs= needs the channel flow of the network, which these structures do not have.")
     flow = learn_pins(structures.flow)
-    whole = whole_cost(flow).macs
+    whole = compute_whole_cost(flow).macs
     limit = _limit(macs, whole)
     owner = structures.owner()
     members = [(owner == i).nonzero().flatten() for i in range(len(structures.layers))]
     layers = tuple(i for i, own in enumerate(members) if len(own))
     orders = tuple(members[i][scores.cpu()[members[i]].argsort(stable=True)] for i in layers)
-    fewest = tuple(max(1, ceil(number("least", least, most=1.0) * len(order) - 1e-9)) for order in orders)
-    found = Budget(structures, flow, layers, orders, fewest, limit, whole)
+    fewest = tuple(max(1, ceil(check_number("least", least, most=1.0) * len(order) - 1e-9)) for order in orders)
+    found = AmcBudget(structures, flow, layers, orders, fewest, limit, whole)
     if (lowest := found.left(fewest)) > limit:
         raise ArgumentError(
             f"macs={macs} cannot be met: where every layer keeps least={least}, {lowest:,} of {whole:,} MACs are left. "
@@ -88,7 +88,7 @@ def budget_of(structures: Structures, scores: Tensor, macs: float, least: float)
 
 
 def _limit(macs: float, whole: int) -> float:
-    share = number("macs", macs)
+    share = check_number("macs", macs)
     if not 0 < share <= 1 and share != int(share):
         raise ArgumentError(f"macs={macs!r} must be the share that may be left, up to 1, or a whole number of MACs.")
     return share * whole * (1 + 1e-12) if share <= 1 else share  # 57 / 101 * 101 is 56.999...

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.baselines.amc_budget import Budget
-from sosp.core.batches import call
-from sosp.core.borrow import borrowed
+from sosp.baselines.amc_budget import AmcBudget
+from sosp.core.batches import call_model
+from sosp.core.borrowed_model import borrow_model
 
-STATES = 11
+STATE_SIZE = 11
 
 
 @dataclass(frozen=True, eq=False)
-class Features:
+class LayerFeatures:
     """``(t, n, c, h, w, stride, k, MACs, reduced, rest, last action)`` of He et al. 2018, Eq. 1.
 
     The first eight are those of the layers, each scaled to 0..1 over all of them; ``reduced`` and ``rest`` are the MACs
@@ -32,7 +32,7 @@ class Features:
         return torch.cat([self.fixed[t], torch.tensor([reduced, float(self.rest[t]), action])])
 
 
-def features_of(model: nn.Module, example: Any, budget: Budget) -> Features:
+def extract_features(model: nn.Module, example: Any, budget: AmcBudget) -> LayerFeatures:
     """Of the layers that have structures, in order."""
     layers = [budget.structures.layers[i] for i in budget.layers]
     sizes = _input_sizes(model, example, [layer.name for layer in layers])
@@ -44,7 +44,7 @@ def features_of(model: nn.Module, example: Any, budget: Budget) -> Features:
         stride = getattr(module, "stride", (0,))[0]  # a linear layer has none
         rows.append([t, layer.channels, inputs, *sizes[layer.name], stride, layer.kernel, float(work[t])])
     behind = work.flip(0).cumsum(0).flip(0) - work
-    return Features(_scaled(torch.tensor(rows, dtype=torch.float64)).float(), (behind / budget.whole).float())
+    return LayerFeatures(_scaled(torch.tensor(rows, dtype=torch.float64)).float(), (behind / budget.whole).float())
 
 
 def _scaled(columns: Tensor) -> Tensor:
@@ -63,8 +63,8 @@ def _input_sizes(model: nn.Module, example: Any, names: Sequence[str]) -> dict[s
 
     handles = [model.get_submodule(n).register_forward_pre_hook(lambda m, args, n=n: note(n, args[0])) for n in names]
     try:
-        with borrowed(model), torch.no_grad():
-            call(model, example)
+        with borrow_model(model), torch.no_grad():
+            call_model(model, example)
     finally:
         for handle in handles:
             handle.remove()

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.baselines.amc_agent import Agent, Transition
-from sosp.baselines.amc_budget import Budget, budget_of
-from sosp.baselines.amc_features import STATES, Features, features_of
-from sosp.baselines.arguments import example_of, structures_of, validation
-from sosp.core.progress import track
-from sosp.errors import whole_number
+from sosp.baselines.amc_agent import Agent, AgentTransition
+from sosp.baselines.amc_budget import AmcBudget, build_budget
+from sosp.baselines.amc_features import STATE_SIZE, LayerFeatures, extract_features
+from sosp.baselines.arguments import prepare_structures, take_example, take_validation_set
+from sosp.core.progress import track_progress
+from sosp.errors import check_whole_number
 from sosp.graph.mask import Mask, masked
 from sosp.graph.records import Structures
 from sosp.scoring.score import score
@@ -47,16 +47,18 @@ def amc(
 
     ``macs``: a share, or a whole number above 1, by the exact count of what ``sosp.shrink`` builds.
     """
-    whole_number("episodes", episodes)
-    whole_number("warmup", warmup, least=0)
-    example = example_of(model, data)
-    found = structures_of("amc", model, example, structures)
-    judges = validation(model, data, whole_number("examples", examples), whole_number("seed", seed, least=0))
+    check_whole_number("episodes", episodes)
+    check_whole_number("warmup", warmup, least=0)
+    example = take_example(model, data)
+    found = prepare_structures("amc", model, example, structures)
+    judges = take_validation_set(
+        model, data, check_whole_number("examples", examples), check_whole_number("seed", seed, least=0)
+    )
     norms = score(model, None, method="magnitude-l1", structures=found).scores
-    budget = budget_of(found, norms, macs, least)
-    walker = Walker(budget, features_of(model, example, budget), torch.Generator().manual_seed(seed))
+    budget = build_budget(found, norms, macs, least)
+    walker = EpisodeRunner(budget, extract_features(model, example, budget), torch.Generator().manual_seed(seed))
     best, chosen = -1.0, budget.fewest
-    for episode in track(range(episodes), "amc: episodes", episodes):
+    for episode in track_progress(range(episodes), "amc: episodes", episodes):
         noise = None if episode < warmup else NOISE * FADING ** (episode - warmup)
         walk = walker.walk(noise)
         reward = evaluate(masked(model, Mask.from_structures(found, budget.removed(walk.kept))), judges).top1
@@ -67,7 +69,7 @@ def amc(
 
 
 @dataclass(frozen=True)
-class Walk:
+class Episode:
     """An episode: what was seen of each layer, what the agent said, and how many structures it keeps."""
 
     states: tuple[Tensor, ...]
@@ -75,14 +77,14 @@ class Walk:
     kept: tuple[int, ...]
 
 
-class Walker:
+class EpisodeRunner:
     """An agent in front of a network's layers."""
 
-    def __init__(self, budget: Budget, features: Features, generator: torch.Generator) -> None:
+    def __init__(self, budget: AmcBudget, features: LayerFeatures, generator: torch.Generator) -> None:
         self.budget, self.features = budget, features
-        self.agent = Agent(STATES, MEMORY * len(budget.layers), generator)
+        self.agent = Agent(STATE_SIZE, MEMORY * len(budget.layers), generator)
 
-    def walk(self, noise: float | None) -> Walk:
+    def walk(self, noise: float | None) -> Episode:
         """From the first layer to the last, within the budget; without noise, at random."""
         states: list[Tensor] = []
         actions: list[float] = []
@@ -94,21 +96,21 @@ class Walker:
             stays, macs = self.budget.fitting(kept, round(actions[-1] * width))
             kept.append(stays)
             reduced, last = 1 - macs / self.budget.whole, stays / width
-        return Walk(tuple(states), tuple(actions), tuple(kept))
+        return Episode(tuple(states), tuple(actions), tuple(kept))
 
-    def learn(self, walk: Walk, reward: float, *, practise: bool) -> None:
+    def learn(self, walk: Episode, reward: float, *, practise: bool) -> None:
         """Remember every step with the reward of the whole walk; practise as often, once the random ones are over."""
-        for transition in transitions(walk, reward):
+        for transition in list_transitions(walk, reward):
             self.agent.remember(transition)
             if practise:
                 self.agent.learn()
 
 
-def transitions(walk: Walk, reward: float) -> Sequence[Transition]:
+def list_transitions(walk: Episode, reward: float) -> Sequence[AgentTransition]:
     """The steps of a walk; all of them get the reward at its end."""
     ends = [*pairwise(walk.states), (walk.states[-1], walk.states[-1])]
     last = [0.0] * (len(ends) - 1) + [1.0]
     return [
-        Transition(a, torch.tensor([action]), torch.tensor([reward]), b, torch.tensor([end]))
+        AgentTransition(a, torch.tensor([action]), torch.tensor([reward]), b, torch.tensor([end]))
         for (a, b), action, end in zip(ends, walk.actions, last, strict=True)
     ]

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from sosp.errors import ArgumentError
-from sosp.scoring.kronecker import Factor
-from sosp.scoring.passes import wide
+from sosp.scoring.kronecker_factors import KroneckerFactors
+from sosp.scoring.passes import convert_to_double
 
 
 @dataclass(frozen=True, eq=False)
-class Removed:
+class RemovedDirections:
     """What a layer loses: directions of its input and of its output, numbered by their eigenvalues, least first."""
 
     columns: Tensor
@@ -28,7 +28,7 @@ class Removed:
 
 
 @dataclass(frozen=True, eq=False)
-class Rotated:
+class RotatedLayer:
     """A layer in its eigenbasis: ``W = out W' into^T``."""
 
     into: Tensor  # (c_in, c_in) U_A, a direction per column
@@ -42,28 +42,28 @@ class Rotated:
         """Its numbers."""
         return self.into.numel() + self.core.numel() + self.out.numel()
 
-    def without(self, gone: Removed) -> Rotated:
+    def without(self, gone: RemovedDirections) -> RotatedLayer:
         """The directions that are left."""
         columns, rows = _others(self.columns, gone.columns), _others(self.rows, gone.rows)
         core = self.core[rows][:, columns]
-        return Rotated(self.into[:, columns], core, self.out[:, rows], self.columns[columns], self.rows[rows])
+        return RotatedLayer(self.into[:, columns], core, self.out[:, rows], self.columns[columns], self.rows[rows])
 
     def weight(self) -> Tensor:
         """(c_out, c_in, taps...) back in the layer's own coordinates."""
         return torch.einsum("or,rc...,ic->oi...", self.out, self.core, self.into)
 
 
-def rotate(weight: Tensor, factor: Factor) -> Rotated:
+def rotate_weight(weight: Tensor, factor: KroneckerFactors) -> RotatedLayer:
     """A weight (c_out, c_in, taps...) in the eigenbasis of its factors, in double precision."""
     S_A, U_A = torch.linalg.eigh(factor.A)
     S_G, U_G = torch.linalg.eigh(factor.G)
-    core = torch.einsum("or,oi...,ic->rc...", U_G, wide(weight.detach()), U_A)
+    core = torch.einsum("or,oi...,ic->rc...", U_G, convert_to_double(weight.detach()), U_A)
     # Both are sums of squares: below zero is rounding.
     costs = 0.5 * S_G.clamp_min(0)[:, None] * core.square().reshape(*core.shape[:2], -1).sum(2) * S_A.clamp_min(0)
-    return Rotated(U_A, core, U_G, columns=costs.sum(0), rows=costs.sum(1))
+    return RotatedLayer(U_A, core, U_G, columns=costs.sum(0), rows=costs.sum(1))
 
 
-def choose(rotated: Mapping[str, Rotated], ratio: float, cap: float) -> dict[str, Removed]:
+def choose_directions(rotated: Mapping[str, RotatedLayer], ratio: float, cap: float) -> dict[str, RemovedDirections]:
     """The directions that cost least, over all layers: a share of all, but of no side of a layer more than its cap."""
     sides = [x.cpu() for part in rotated.values() for x in (part.columns, part.rows)]
     total = sum(map(len, sides))
@@ -79,7 +79,7 @@ def choose(rotated: Mapping[str, Rotated], ratio: float, cap: float) -> dict[str
     gone = torch.zeros(len(order), dtype=torch.bool)
     gone[order[:wanted]] = True
     lost = iter([i[g].sort().values for i, g in zip(cheapest, gone.split(room), strict=True)])
-    return {name: Removed(next(lost), next(lost)) for name in rotated}
+    return {name: RemovedDirections(next(lost), next(lost)) for name in rotated}
 
 
 def _others(of: Tensor, gone: Tensor) -> Tensor:

@@ -21,32 +21,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from sosp.baselines.eigenbasis_costs import Removed, Rotated, choose, rotate
+from sosp.baselines.eigenbasis_costs import RemovedDirections, RotatedLayer, choose_directions, rotate_weight
 from sosp.core import distributed
-from sosp.core.batches import Chunk, read, share
-from sosp.core.borrow import borrowed
+from sosp.core.batches import Chunk, distribute_examples, iterate_chunks
+from sosp.core.borrowed_model import borrow_model
 from sosp.core.losses import LossLike
-from sosp.core.losses import check as check_loss
-from sosp.errors import CheckpointError, DataError, StructureError, SurgeryError, one_of
-from sosp.graph.cost import Cost, whole_cost
+from sosp.core.losses import check_loss as check_loss
+from sosp.errors import CheckpointError, DataError, StructureError, SurgeryError, check_choice
+from sosp.graph.cost import Cost, compute_whole_cost
 from sosp.graph.plan import count
-from sosp.graph.recipe import exchange
+from sosp.graph.recipe import replace_module
 from sosp.graph.records import Structures
 from sosp.graph.structures import Exclude, find_structures
-from sosp.scoring.kronecker import FISHERS, kronecker, unknown
+from sosp.scoring.kronecker_factors import FISHERS, estimate_kronecker_factors, explain_refusal
 from sosp.scoring.passes import Problem
-from sosp.selection.greedy import check_share
+from sosp.selection.greedy_order import check_share
 from sosp.surgery.checkpoint import inspect, load
-from sosp.surgery.verify import difference
+from sosp.surgery.verify import measure_difference
 
 REPLACE = ("smaller", "all")
 KERNEL = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
 ROWS = 8  # of the first batch serve as the example
 # Of the largest output: three factors are rounded instead of one weight.
-WRONG = {torch.float64: 1e-8, torch.float32: 1e-3}
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
-class Bottleneck(nn.Module):
+class EigenbasisBottleneck(nn.Module):
     """A layer as three: a projection of its input, the layer itself between fewer channels, and one of its output."""
 
     def __init__(self, layer: Any, into: int, out: int) -> None:
@@ -55,21 +55,21 @@ class Bottleneck(nn.Module):
         c_out, c_in = layer.weight.shape[:2]
         kernel = {key: getattr(layer, key) for key in KERNEL if hasattr(layer, key)}
         one = {"kernel_size": 1} if kernel else {}
-        self.into = _between(layer, c_in, into, one)
-        self.core = _between(layer, into, out, kernel)
-        self.out = _between(layer, out, c_out, {**one, "bias": layer.bias is not None})
+        self.into = _build_like(layer, c_in, into, one)
+        self.core = _build_like(layer, into, out, kernel)
+        self.out = _build_like(layer, out, c_out, {**one, "bias": layer.bias is not None})
         self.train(layer.training)
-        self.core.register_forward_hook(_is_called)
+        self.core.register_forward_hook(_do_nothing)
 
     def forward(self, input: Tensor) -> Tensor:
         return self.out(self.core(self.into(input)))
 
 
-def _is_called(*_: Any) -> None:
+def _do_nothing(*_: Any) -> None:
     """A hook for torch to see: its encoder layers run past modules, with their weights, unless one has a hook."""
 
 
-def _between(layer: Any, into: int, out: int, options: Mapping[str, Any]) -> Any:
+def _build_like(layer: Any, into: int, out: int, options: Mapping[str, Any]) -> Any:
     """A layer of the same type between other widths."""
     options = {"bias": False, "device": layer.weight.device, "dtype": layer.weight.dtype, **options}
     return skip_init(type(layer), into, out, **options).requires_grad_(layer.weight.requires_grad)
@@ -80,7 +80,7 @@ class Eigendamaged:
     """A network with bottleneck blocks, and how it came about."""
 
     model: nn.Module
-    removed: Mapping[str, Removed]  # layer, now a Bottleneck -> what it lost
+    removed: Mapping[str, RemovedDirections]  # layer, now a Bottleneck -> what it lost
     kept: Mapping[str, str]  # layer that stayed as it was -> why
     directions: int  # of all layers that were ranked, inputs and outputs
     cost_before: Cost | None  # None where the channels of the network cannot be followed
@@ -97,25 +97,25 @@ class Eigendamaged:
 
 
 @dataclass(frozen=True, eq=False)
-class Basis:
+class Eigenbases:
     """A network's layers in their eigenbases: what the data is needed for, done once for any ratio."""
 
     model: nn.Module
     example: Any
     structures: Structures
-    rotated: Mapping[str, Rotated]
+    rotated: Mapping[str, RotatedLayer]
     untreated: Mapping[str, str]  # layer that cannot be a bottleneck -> why
 
     def without(self, ratio: float, cap: float, replace: str) -> Eigendamaged:
         """``ratio`` of all directions removed; the arguments are those of ``eigendamage``."""
-        removed, kept = choose(self.rotated, ratio, cap), dict(self.untreated)
+        removed, kept = choose_directions(self.rotated, ratio, cap), dict(self.untreated)
         parts = {name: self.rotated[name].without(gone) for name, gone in removed.items()}
         for name, part in list(parts.items()):
             if replace == "smaller" and part.size >= _weight(self.model, name).numel():
                 kept[name] = "its bottleneck would not be smaller"
                 del parts[name], removed[name]
-        small = build(self.model, parts, self.example)
-        before = None if self.structures.flow is None else whole_cost(self.structures.flow)
+        small = insert_bottlenecks(self.model, parts, self.example)
+        before = None if self.structures.flow is None else compute_whole_cost(self.structures.flow)
         directions = sum(len(part.columns) + len(part.rows) for part in self.rotated.values())
         return Eigendamaged(small, removed, kept, directions, before, before and _cost(small, self.example))
 
@@ -159,14 +159,16 @@ def eigendamage(
         StructureError: If no layer can be replaced.
         DataError: If the data is empty or does not fit the network.
     """
-    one_of("replace", replace, REPLACE)
+    check_choice("replace", replace, REPLACE)
     check_share("ratio", ratio)
     check_share("cap", cap)
-    found = basis(model, data, loss=loss, examples=examples, fisher=fisher, exclude=exclude, generator=generator)
+    found = find_eigenbases(
+        model, data, loss=loss, examples=examples, fisher=fisher, exclude=exclude, generator=generator
+    )
     return found.without(ratio, cap, replace)
 
 
-def basis(
+def find_eigenbases(
     model: nn.Module,
     data: Any,
     *,
@@ -175,17 +177,19 @@ def basis(
     fisher: str,
     exclude: Exclude,
     generator: torch.Generator | None,
-) -> Basis:
+) -> Eigenbases:
     """The first half of ``eigendamage``, and the slow one; the model must stay as it is while this is used."""
     check_loss(loss)
-    one_of("fisher", fisher, FISHERS)
-    with borrowed(model):
+    check_choice("fisher", fisher, FISHERS)
+    with borrow_model(model):
         head, chunks = _first(data, examples, generator)
         example = head.rows(0, min(ROWS, head.size)).inputs
-        structures, kept = _treated(model, find_structures(model, example, gate="weights", exclude=exclude))
-        factors = kronecker(Problem(model, structures, loss, chunks, examples), "channels", fisher, generator)
-    rotated = {name: rotate(_weight(model, name), factor) for name, factor in factors.items()}
-    return Basis(model, example, structures, rotated, kept)
+        structures, kept = _split_supported(model, find_structures(model, example, gate="weights", exclude=exclude))
+        factors = estimate_kronecker_factors(
+            Problem(model, structures, loss, chunks, examples), "channels", fisher, generator
+        )
+    rotated = {name: rotate_weight(_weight(model, name), factor) for name, factor in factors.items()}
+    return Eigenbases(model, example, structures, rotated, kept)
 
 
 def rebuild(path: str | Path, model: nn.Module) -> nn.Module:
@@ -199,33 +203,33 @@ def rebuild(path: str | Path, model: nn.Module) -> nn.Module:
         core = shapes.get(f"{name}.core.weight")
         if core is None or f"{name}.core.weight" in own:
             continue
-        if _untreatable(model, layer) or not _fits(core, _weight(model, name).shape):
+        if _explain_unsupported(model, layer) or not _fits(core, _weight(model, name).shape):
             raise CheckpointError(f"{path}: {name!r} is a bottleneck there, and the model's {layer} does not fit it.")
-        exchange(small, name, Bottleneck(layer, into=core[1], out=core[0]))
+        replace_module(small, name, EigenbasisBottleneck(layer, into=core[1], out=core[0]))
     return load(path, small)
 
 
 # The network ----------------------------------------------------------------------------------------------------------
 
 
-def build(model: nn.Module, parts: Mapping[str, Rotated], example: Any) -> nn.Module:
+def insert_bottlenecks(model: nn.Module, parts: Mapping[str, RotatedLayer], example: Any) -> nn.Module:
     """A copy with these layers as bottlenecks; refused if it does not do what the same layers, kept whole, do."""
     small, whole = _copy(model), _copy(model)
     for name, part in parts.items():
         layer: Any = model.get_submodule(name)
-        block = Bottleneck(layer, into=part.core.shape[1], out=part.core.shape[0])
+        block = EigenbasisBottleneck(layer, into=part.core.shape[1], out=part.core.shape[0])
         _fill(block, part, layer.bias)
-        exchange(small, name, block)
+        replace_module(small, name, block)
         _weight(whole, name).data.copy_(part.weight())
     try:
-        found = difference(small, whole, example, "eval")
+        found = measure_difference(small, whole, example, "eval")
     except Exception as error:
         raise SurgeryError(
             f"the network does not run with bottlenecks for layers: {type(error).__name__}: {error}. Exclude those "
             "whose weights or sizes its code reads, exclude=[...]."
         ) from error
     dtype = next(p.dtype for p in small.parameters())
-    if not found <= WRONG.get(dtype, 0.1):
+    if not found <= TOLERANCES.get(dtype, 0.1):
         raise SurgeryError(
             f"with bottlenecks for layers the network is off by {found:.1e} of its largest output. Exclude those whose "
             "weights its code reads, exclude=[...], or give a network in double precision."
@@ -234,7 +238,7 @@ def build(model: nn.Module, parts: Mapping[str, Rotated], example: Any) -> nn.Mo
 
 
 @torch.no_grad()
-def _fill(block: Bottleneck, part: Rotated, bias: Tensor | None) -> None:
+def _fill(block: EigenbasisBottleneck, part: RotatedLayer, bias: Tensor | None) -> None:
     """A projection is a matrix; as a convolution, one with a single tap."""
     block.into.weight.copy_(part.into.T.reshape(block.into.weight.shape))
     block.core.weight.copy_(part.core)
@@ -251,9 +255,9 @@ def _copy(model: nn.Module) -> nn.Module:
     return twin
 
 
-def _treated(model: nn.Module, structures: Structures) -> tuple[Structures, dict[str, str]]:
+def _split_supported(model: nn.Module, structures: Structures) -> tuple[Structures, dict[str, str]]:
     """The layers that can be bottlenecks; and the others, and why."""
-    why = {layer.name: _untreatable(model, model.get_submodule(layer.name)) for layer in structures.layers}
+    why = {layer.name: _explain_unsupported(model, model.get_submodule(layer.name)) for layer in structures.layers}
     kept = {name: reason for name, reason in why.items() if reason}
     pairs = [(x, ids) for x, ids in zip(structures.layers, structures.ids, strict=True) if x.name not in kept]
     if not pairs:
@@ -263,13 +267,13 @@ def _treated(model: nn.Module, structures: Structures) -> tuple[Structures, dict
     return dataclasses.replace(structures, layers=layers, ids=ids), kept
 
 
-def check_layers(model: nn.Module, structures: Structures) -> None:
+def check_replaceable_layers(model: nn.Module, structures: Structures) -> None:
     """Refuse a network in which nothing could become a bottleneck."""
-    _treated(model, structures)
+    _split_supported(model, structures)
 
 
-def _untreatable(model: nn.Module, layer: nn.Module) -> str | None:
-    why = unknown(layer, grouped=False)
+def _explain_unsupported(model: nn.Module, layer: nn.Module) -> str | None:
+    why = explain_refusal(layer, grouped=False)
     if why is not None:
         return why
     weight = layer._parameters.get("weight")
@@ -291,11 +295,11 @@ def _fits(core: tuple[int, ...], shape: torch.Size) -> bool:
 
 def _first(data: Any, examples: int | None, generator: torch.Generator | None) -> tuple[Chunk, Iterator[Chunk]]:
     """The first examples, and this process's share of all."""
-    chunks = iter(read(data, examples, generator))
+    chunks = iter(iterate_chunks(data, examples, generator))
     head = next(chunks, None)
     if head is None or head.size == 0:
         raise DataError("the data is empty: there is not one example to score with. Is the loader's dataset empty?")
-    return head, share(itertools.chain([head], chunks), distributed.rank(), distributed.ranks())
+    return head, distribute_examples(itertools.chain([head], chunks), distributed.get_rank(), distributed.count_ranks())
 
 
 def _cost(model: nn.Module, example: Any) -> Cost | None:

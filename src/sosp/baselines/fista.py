@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def proximal_step(
+def take_proximal_step(
     x: Tensor, before: Tensor, momentum: Tensor, slope: Tensor, rate: float | Tensor, strength: float
 ) -> tuple[Tensor, Tensor]:
     """The next x and momentum, from x, the x before it, and the slope of the smooth part at x.
@@ -32,7 +32,7 @@ class Fista:
         """With the slope of the smooth part at ``x``; most calls only count."""
         self.count += 1
         due = self.count % self.every == 0
-        x, momentum = proximal_step(self.x, self.before, self.momentum, slope, rate, self.strength)
+        x, momentum = take_proximal_step(self.x, self.before, self.momentum, slope, rate, self.strength)
         self.before.copy_(torch.where(due, self.x, self.before))
         self.momentum.copy_(torch.where(due, momentum, self.momentum))
         self.x.copy_(torch.where(due, x, self.x))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.core.layers import layer_type
+from sosp.core.layer_types import find_layer_type
 from sosp.errors import StructureError
 from sosp.graph.records import Layer, Structures
 
@@ -35,7 +35,7 @@ def refuse_unfoldable(model: nn.Module, structures: Structures) -> None:
 
 
 @torch.no_grad()
-def fold(model: nn.Module, structures: Structures, factors: Tensor) -> None:
+def fold_factors(model: nn.Module, structures: Structures, factors: Tensor) -> None:
     """Multiply every structure's output by its factor, (S,); changes the model it is given."""
     for layer, own in zip(structures.layers, structures.spread(factors), strict=True):
         for _, module in _places(model, layer, structures.gate):
@@ -46,7 +46,7 @@ def fold(model: nn.Module, structures: Structures, factors: Tensor) -> None:
 
 def _scale(module: Any, own: Tensor) -> None:
     """Multiply the weights that go into each channel of the output."""
-    weight, kind = module.weight, layer_type(module)
+    weight, kind = module.weight, find_layer_type(module)
     if kind is None or kind.weight_axis == 0:
         weight.mul_(own.view(-1, *[1] * (weight.dim() - 1)))
         return

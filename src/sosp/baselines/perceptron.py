@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-def perceptron(widths: Sequence[int], generator: torch.Generator) -> nn.Sequential:
+def build_perceptron(widths: Sequence[int], generator: torch.Generator) -> nn.Sequential:
     """Linear layers with ReLUs between them; the numbers are spread as torch spreads them."""
     layers = [_linear(a, b, generator) for a, b in pairwise(widths)]
     return nn.Sequential(*[part for layer in layers for part in (layer, nn.ReLU())][:-1])

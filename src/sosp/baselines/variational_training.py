@@ -9,10 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.baselines.arguments import example_of, examples_in, number, schedule_for, structures_of
-from sosp.baselines.learned import Learned, largest
-from sosp.core.gates import GateHook, along, hook_output
-from sosp.errors import whole_number
+from sosp.baselines.arguments import (
+    check_number,
+    count_epoch_examples,
+    prepare_schedule,
+    prepare_structures,
+    take_example,
+)
+from sosp.baselines.learned_result import Learned, find_structure_maxima
+from sosp.core.gates import GateHook, align_values, hook_output
+from sosp.errors import check_whole_number
 from sosp.graph.mask import Mask
 from sosp.graph.records import Saliency, Structures
 from sosp.training import Companion, Schedule, train
@@ -49,11 +55,11 @@ def variational(
     ``mu^2 / (2 sigma^2)``. ``warmup``: steps in which the divergence rises to its weight. ``spread``: sigma at the
     start, as a share of the scale. The rest is as for ``sosp.train``.
     """
-    schedule = schedule_for("variational", schedule)
-    found = structures_of("variational", model, example_of(model, data), structures, needs=("norms",))
-    examples = examples_in(data, schedule)
+    schedule = prepare_schedule("variational", schedule)
+    found = prepare_structures("variational", model, take_example(model, data), structures, needs=("norms",))
+    examples = count_epoch_examples(data, schedule)
     norms = [name for layer in found.layers for name in layer.norms]
-    weight = number("strength", strength) / examples
+    weight = check_number("strength", strength) / examples
     companion = GaussianScales(norms, weight, prior=prior, warmup=warmup, spread=spread)
     trained = train(
         model, data, schedule, folder=folder, seed=seed, device=device, companion=companion, on_epoch=on_epoch
@@ -65,7 +71,7 @@ def variational(
     return Learned(trained.model, saliency, gone, trained.history)
 
 
-def divergence(mean: Tensor, deviation: Tensor, prior: float | None = None) -> Tensor:
+def compute_divergence(mean: Tensor, deviation: Tensor, prior: float | None = None) -> Tensor:
     """``KL(N(mean, deviation^2) || N(0, prior^2))``, number by number; without a prior, of one as wide as itself."""
     if prior is None:
         return (mean / deviation).square() / 2
@@ -82,10 +88,10 @@ class GaussianScales(Companion):
     def __init__(
         self, norms: Sequence[str], weight: float, *, prior: float | None = None, warmup: int = 0, spread: float = 0.1
     ) -> None:
-        self.names, self.weight = tuple(norms), number("weight", weight)
-        self.prior = None if prior is None else number("prior", prior, least=1e-6)
-        self.warmup = whole_number("warmup", warmup, least=0)
-        self.spread = number("spread", spread, least=1e-6)
+        self.names, self.weight = tuple(norms), check_number("weight", weight)
+        self.prior = None if prior is None else check_number("prior", prior, least=1e-6)
+        self.warmup = check_whole_number("warmup", warmup, least=0)
+        self.spread = check_number("spread", spread, least=1e-6)
 
     def begin(self, model: nn.Module) -> Mapping[str, nn.Parameter]:
         self.norms: list[Any] = [model.get_submodule(name) for name in self.names]
@@ -118,11 +124,11 @@ class GaussianScales(Companion):
         self.drawn = (self.mean + noise).split(self.widths)
 
     def scaled(self, i: int, output: Tensor) -> Tensor:
-        return output * along(self.drawn[i].to(output.dtype), output.dim(), 1)
+        return output * align_values(self.drawn[i].to(output.dtype), output.dim(), 1)
 
     def loss(self, model: nn.Module, inputs: Any, outputs: Any, labels: Tensor) -> Tensor:
         share = ((self.count + 1) / self.warmup).clamp_max(1).squeeze() if self.warmup else 1.0
-        return share * self.weight * divergence(self.mean, self.deviation, self.prior).sum()
+        return share * self.weight * compute_divergence(self.mean, self.deviation, self.prior).sum()
 
     def after(self, model: nn.Module, rate: float | Tensor) -> None:
         self.count += 1
@@ -142,12 +148,14 @@ class GaussianScales(Companion):
 
     def sizes(self, structures: Structures) -> Tensor:
         """(S,) ``sqrt(mu^2 + sigma^2)``, of the largest scale in a structure."""
-        return largest(structures, self._by_layer(structures, torch.hypot(self.mean, self.deviation).detach()))
+        return find_structure_maxima(
+            structures, self._by_layer(structures, torch.hypot(self.mean, self.deviation).detach())
+        )
 
     def vanished(self, structures: Structures) -> Tensor:
         """(S,) whether all scales of a structure are near zero, for sure."""
         stays = (self.mean.abs() >= MEAN) | (self.deviation >= DEVIATION)
-        return largest(structures, self._by_layer(structures, stays.float())) == 0
+        return find_structure_maxima(structures, self._by_layer(structures, stays.float())) == 0
 
     def _by_layer(self, structures: Structures, values: Tensor) -> list[Tensor]:
         """(channels,) of every layer: the largest of its norms, of which it has one for every call."""

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from sosp.core.borrow import same_random_numbers
+from sosp.core.borrowed_model import preserve_random_state
 from sosp.errors import ArgumentError, DataError, is_whole
 
 PAIR = 256  # examples per batch when the data is one pair of tensors
 
 
 # (the user's batch, the place of the first example in it, how many); no batch where the data is a pair of tensors.
-Span = tuple[int | None, int, int]
+ExampleRange = tuple[int | None, int, int]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Chunk:
 
     inputs: Any  # a tensor, a tuple of them or a dict of keyword arguments; first dimension = example
     targets: Any  # None where the batch is a dict without labels
-    origin: tuple[Span, ...]  # in order
+    origin: tuple[ExampleRange, ...]  # in order
     keyed: bool = False  # a dict batch, Hugging Face style: the model may return its own loss
 
     @property
@@ -46,7 +46,7 @@ class Chunk:
 
     def run(self, model: Callable[..., Any]) -> Any:
         """The model's output on a copy of these inputs: some networks write into what they are given."""
-        return call(model, copies(self.inputs))
+        return call_model(model, copy_inputs(self.inputs))
 
     def where(self, row: int) -> str:
         """Name example ``row`` as the user would: its batch and its place there."""
@@ -59,7 +59,7 @@ class Chunk:
     def rows(self, start: int, stop: int) -> Chunk:
         """The examples ``start:stop``."""
         cut = tree_map(lambda x: x[start:stop] if _by_example(x, self.size) else x, (self.inputs, self.targets))
-        origin: list[Span] = []
+        origin: list[ExampleRange] = []
         at = 0
         for batch, first, count in self.origin:
             low, high = max(start - at, 0), min(stop - at, count)
@@ -74,26 +74,26 @@ class Chunk:
         return Chunk(both[0], both[1], self.origin * 2, self.keyed)
 
 
-def call(model: Callable[..., Any], inputs: Any) -> Any:
+def call_model(model: Callable[..., Any], inputs: Any) -> Any:
     """Run inputs given as a tensor, a tuple of arguments or a dict of keyword arguments."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
-def copies(inputs: Any) -> Any:
+def copy_inputs(inputs: Any) -> Any:
     """The same inputs in memory of their own; gradients still flow through."""
     return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs)
 
 
-def first_rows(inputs: Any, most: int) -> Any:
+def take_examples(inputs: Any, most: int) -> Any:
     """At most so many examples of inputs, all of whose tensors hold one row per example or something else."""
-    return rows_from(inputs, 0, most)
+    return slice_examples(inputs, 0, most)
 
 
-def rows_from(inputs: Any, start: int, most: int) -> Any:
+def slice_examples(inputs: Any, start: int, most: int) -> Any:
     """The same from one of them on."""
-    size = leading(inputs)
+    size = find_batch_size(inputs)
     stop = start + most
     return inputs if size is None else tree_map(lambda x: x[start:stop] if _by_example(x, size) else x, inputs)
 
@@ -102,7 +102,7 @@ def _by_example(x: Any, size: int) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == size
 
 
-def read(
+def iterate_chunks(
     data: Any,
     examples: int | None,
     generator: torch.Generator | None,
@@ -131,7 +131,7 @@ def read(
                 return
 
 
-def share(chunks: Iterable[Chunk], rank: int, ranks: int) -> Iterator[Chunk]:
+def distribute_examples(chunks: Iterable[Chunk], rank: int, ranks: int) -> Iterator[Chunk]:
     """The examples of process ``rank`` of ``ranks``: dealt out in turn, so that all have as many.
 
     Dict batches are dealt out whole: their loss may be the model's own, a mean over the batch.
@@ -148,7 +148,7 @@ def share(chunks: Iterable[Chunk], rank: int, ranks: int) -> Iterator[Chunk]:
         seen += chunk.size
 
 
-class OpenedOnce:
+class CachedLoader:
     """A loader that is opened once. Every reader gets the batches that were read before, then the loader's next ones.
 
     The loader draws its random numbers as if it were read in one go, whatever happens between two batches.
@@ -173,7 +173,7 @@ class OpenedOnce:
 
     def _read_one(self) -> bool:
         """Keep one more batch; False at the end of the loader."""
-        with same_random_numbers():
+        with preserve_random_state():
             torch.set_rng_state(self.random)
             self.rest = iter(self.loader) if self.rest is None else self.rest
             found = list(itertools.islice(self.rest, 1))
@@ -182,19 +182,19 @@ class OpenedOnce:
         return bool(found)
 
 
-def open_once(data: Any, device: torch.device, *, keep: bool, rows: int = 8) -> tuple[Any, Any]:
+def open_data_once(data: Any, device: torch.device, *, keep: bool, rows: int = 8) -> tuple[Any, Any]:
     """Return some inputs of the first batch as an example, and the data with that batch still in it.
 
     A loader is not opened again by who reads the data then: once, or with ``keep`` any number of times.
     """
-    data = training_part(data)
-    in_memory = is_source(data) or is_pair(data) or isinstance(data, (Mapping, Tensor, str, OpenedOnce))
-    opened = OpenedOnce(data) if isinstance(data, Iterable) and not in_memory else data
-    with same_random_numbers():
-        first = next(iter(read(opened, rows, None, alone=True, device=device)), None)
+    data = select_training_part(data)
+    in_memory = is_source(data) or is_pair(data) or isinstance(data, (Mapping, Tensor, str, CachedLoader))
+    opened = CachedLoader(data) if isinstance(data, Iterable) and not in_memory else data
+    with preserve_random_state():
+        first = next(iter(iterate_chunks(opened, rows, None, alone=True, device=device)), None)
     if first is None:
         raise DataError("the data is empty: there is not one example in it. Is the loader's dataset empty?")
-    return first.inputs, opened.once() if isinstance(opened, OpenedOnce) and not keep else opened
+    return first.inputs, opened.once() if isinstance(opened, CachedLoader) and not keep else opened
 
 
 def is_source(data: Any) -> bool:
@@ -202,7 +202,7 @@ def is_source(data: Any) -> bool:
     return callable(getattr(data, "epoch", None)) and callable(getattr(data, "ordered", None))
 
 
-def training_part(data: Any) -> Any:
+def select_training_part(data: Any) -> Any:
     """Return the training part of a dataset of ``sosp.data``, and all other data as it is."""
     train = getattr(data, "train", None)
     return train if is_source(train) else data
@@ -215,7 +215,7 @@ def _chunks(
     alone: bool,
     device: torch.device | None,
 ) -> Iterator[Chunk]:
-    data = training_part(data)
+    data = select_training_part(data)
     if is_source(data):
         count = len(data) if examples is None else min(examples, len(data))
         some = data.subset(count, 0 if generator is None else generator.initial_seed())
@@ -240,7 +240,7 @@ def is_pair(data: Any) -> bool:
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         return False
     inputs, targets = data[0], data[1]
-    fits = isinstance(targets, Tensor) and targets.dim() > 0 and leading(_plain(inputs)) is not None
+    fits = isinstance(targets, Tensor) and targets.dim() > 0 and find_batch_size(_plain(inputs)) is not None
     return fits and not (isinstance(data, list) and _alike(inputs, targets))
 
 
@@ -253,8 +253,10 @@ def _split_pair(
     inputs: Any, targets: Tensor, examples: int | None, generator: torch.Generator | None
 ) -> Iterator[Chunk]:
     total = targets.shape[0]
-    if leading(inputs) != total:
-        raise DataError(f"the inputs hold {leading(inputs)} examples and the targets {total}; give as many of each.")
+    if find_batch_size(inputs) != total:
+        raise DataError(
+            f"the inputs hold {find_batch_size(inputs)} examples and the targets {total}; give as many of each."
+        )
     order = torch.arange(total)
     if examples is not None and examples < total:
         generator = generator or torch.Generator().manual_seed(0)
@@ -264,7 +266,7 @@ def _split_pair(
         yield Chunk(x, y, tuple((None, i, 1) for i in part.tolist()))
 
 
-def leading(inputs: Any) -> int | None:
+def find_batch_size(inputs: Any) -> int | None:
     """How many examples the inputs hold: the first dimension of their first tensor."""
     for x in tree_leaves(inputs):
         if isinstance(x, Tensor) and x.dim() > 0:
@@ -296,13 +298,13 @@ def _chunk(batch: Any, index: int, alone: bool = False) -> Chunk:
 
 
 def _count(inputs: Any, index: int) -> int:
-    count = leading(inputs)
+    count = find_batch_size(inputs)
     if count is None:
         raise DataError(f"batch {index} holds no tensor with examples along its first dimension.")
     return count
 
 
-def rebatch(chunks: Iterable[Chunk], size: int) -> Iterator[Chunk]:
+def resize_chunks(chunks: Iterable[Chunk], size: int) -> Iterator[Chunk]:
     """The same examples in chunks of ``size``, so that neither tiny nor huge loader batches slow a pass down.
 
     Dict batches stay as they are (their loss may be the model's own, a mean over the batch), unless too large.

@@ -11,23 +11,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def rank() -> int:
+def get_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def ranks() -> int:
+def count_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def is_main() -> bool:
     """The one that prints and writes."""
-    return rank() == 0
+    return get_rank() == 0
 
 
 @contextmanager
-def joined() -> Iterator[None]:
+def join_processes() -> Iterator[None]:
     """Join the processes that torchrun started; without it nothing happens."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or ranks() > 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or count_ranks() > 1:
         yield
         return
     if torch.cuda.is_available():
@@ -39,9 +39,9 @@ def joined() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def sum_(*tensors: Tensor) -> None:
+def sum_tensors(*tensors: Tensor) -> None:
     """Add up over all ranks, in place; one message."""
-    if ranks() == 1 or not tensors:
+    if count_ranks() == 1 or not tensors:
         return
     flat = torch.cat([x.reshape(-1) for x in tensors])
     dist.all_reduce(flat)
@@ -50,32 +50,32 @@ def sum_(*tensors: Tensor) -> None:
             x.copy_(part.view(x.shape))
 
 
-def any_of(flag: bool, device: torch.device) -> bool:
+def is_any_true(flag: bool, device: torch.device) -> bool:
     """Whether it is true for one of them: all take the same decision."""
-    if ranks() == 1:
+    if count_ranks() == 1:
         return flag
     found = torch.tensor(float(flag), device=device)
     dist.all_reduce(found)
     return bool(found)
 
 
-def same_everywhere(tensors: list[Tensor]) -> None:
+def broadcast_tensors(tensors: list[Tensor]) -> None:
     """Everybody takes the numbers of the first."""
-    if ranks() > 1:
+    if count_ranks() > 1:
         for x in tensors:
             dist.broadcast(x.data, 0)
 
 
-def counts(mine: int, device: torch.device) -> list[int]:
+def gather_counts(mine: int, device: torch.device) -> list[int]:
     """This number of every rank."""
-    if ranks() == 1:
+    if count_ranks() == 1:
         return [mine]
-    found = torch.zeros(ranks(), dtype=torch.int64, device=device)
-    found[rank()] = mine
+    found = torch.zeros(count_ranks(), dtype=torch.int64, device=device)
+    found[get_rank()] = mine
     dist.all_reduce(found)
     return found.tolist()
 
 
-def wait() -> None:
-    if ranks() > 1:
+def wait_for_ranks() -> None:
+    if count_ranks() > 1:
         dist.barrier()

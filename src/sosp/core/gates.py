@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sosp.core.scatter import Scatter
 
-Apply = Callable[[int, Any], Any]  # (index of the layer, its output) -> the gated output
+GateFunction = Callable[[int, Any], Any]  # (index of the layer, its output) -> the gated output
 
 
 class GatedLayer(Protocol):
@@ -26,7 +26,7 @@ class GatedLayer(Protocol):
 class GateHook:
     """On the output of a layer, or of its own norm. (A class, so that masked models copy and pickle.)"""
 
-    def __init__(self, apply: Apply, index: int) -> None:
+    def __init__(self, apply: GateFunction, index: int) -> None:
         self.apply, self.index = apply, index
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -43,7 +43,7 @@ class InputHook:
         return (self.hook(module, (), args[0]), *args[1:])
 
 
-def install(model: nn.Module, layers: Sequence[GatedLayer], gate: str, apply: Apply) -> list[Any]:
+def install_gates(model: nn.Module, layers: Sequence[GatedLayer], gate: str, apply: GateFunction) -> list[Any]:
     """Hook ``apply`` onto the outputs of ``layers``, or of their own norms; returns the handles that undo it."""
     places = [
         (i, model.get_submodule(name))
@@ -62,9 +62,9 @@ def hook_output(module: nn.Module, hook: GateHook) -> Any:
 
 
 @contextmanager
-def gated(model: nn.Module, layers: Sequence[GatedLayer], gate: str, apply: Apply) -> Iterator[None]:
+def apply_gates(model: nn.Module, layers: Sequence[GatedLayer], gate: str, apply: GateFunction) -> Iterator[None]:
     """``install`` for the length of the block."""
-    handles = install(model, layers, gate, apply)
+    handles = install_gates(model, layers, gate, apply)
     try:
         yield
     finally:
@@ -72,7 +72,7 @@ def gated(model: nn.Module, layers: Sequence[GatedLayer], gate: str, apply: Appl
             h.remove()
 
 
-def along(values: Tensor, dim: int, axis: int) -> Tensor:
+def align_values(values: Tensor, dim: int, axis: int) -> Tensor:
     """Shape per-channel values (C,), or per-example ones (N, C), to multiply an output with ``dim`` dimensions."""
     axis = axis % dim
     shape = [1] * dim

@@ -11,22 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sosp.core.batches import Chunk
-from sosp.errors import DataError, LossError, OutputError, one_of
+from sosp.errors import DataError, LossError, OutputError, check_choice
 
 LossLike = str | Callable[[Any, Any], Tensor]
-NAMES = ("cross_entropy", "mse")
-IGNORED = -100  # torch's own ignore_index
+LOSS_NAMES = ("cross_entropy", "mse")
+IGNORE_INDEX = -100  # torch's own ignore_index
 
 
-def check(loss: LossLike) -> None:
+def check_loss(loss: LossLike) -> None:
     """Refuse what is neither a known name nor a function."""
     if not callable(loss):
-        one_of("loss", loss, NAMES)
+        check_choice("loss", loss, LOSS_NAMES)
 
 
-def per_example(loss: LossLike, outputs: Any, chunk: Chunk) -> Tensor:
+def compute_example_losses(loss: LossLike, outputs: Any, chunk: Chunk) -> Tensor:
     """One loss per example, (N,); a dict batch takes the model's own loss (a mean), once for each example."""
-    own = own_loss(loss, outputs, chunk)
+    own = find_own_loss(loss, outputs, chunk)
     if own is not None:
         return _finite(own.expand(chunk.size), chunk)
     if chunk.keyed and chunk.targets is None and not callable(loss):
@@ -37,24 +37,24 @@ def per_example(loss: LossLike, outputs: Any, chunk: Chunk) -> Tensor:
     if callable(loss):
         values = loss(outputs, chunk.targets)
     else:
-        values = {"cross_entropy": cross_entropy, "mse": squared}[loss](logits_of(outputs), chunk)
-    return _finite(one_each(values, chunk), chunk)
+        values = {"cross_entropy": cross_entropy, "mse": squared_error}[loss](find_logits(outputs), chunk)
+    return _finite(check_loss_values(values, chunk), chunk)
 
 
-def own_loss(loss: LossLike, outputs: Any, chunk: Chunk) -> Tensor | None:
+def find_own_loss(loss: LossLike, outputs: Any, chunk: Chunk) -> Tensor | None:
     """The mean loss that a model returns for a dict batch with labels, unless the user gave a function."""
     if callable(loss) or not chunk.keyed:
         return None
-    return returned_loss(outputs)
+    return read_returned_loss(outputs)
 
 
-def returned_loss(outputs: Any) -> Tensor | None:
+def read_returned_loss(outputs: Any) -> Tensor | None:
     """Return the mean loss among the outputs of a model that was given labels; None where there is none."""
     own = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     return own.mean() if isinstance(own, Tensor) else None
 
 
-def one_each(values: Any, chunk: Chunk) -> Tensor:
+def check_loss_values(values: Any, chunk: Chunk) -> Tensor:
     if not isinstance(values, Tensor):
         raise LossError(
             f"the loss returned a {type(values).__name__}; it must return a tensor with one loss per example."
@@ -83,12 +83,12 @@ def _finite(values: Tensor, chunk: Chunk) -> Tensor:
     return values
 
 
-def classes_axis(logits: Tensor) -> int:
+def find_class_axis(logits: Tensor) -> int:
     """Where the classes stand when no label tells: second, as in images, or last, as in rows of tokens."""
     return 1 if logits.dim() in (2, 4, 5) else logits.dim() - 1
 
 
-def logits_of(outputs: Any) -> Tensor:
+def find_logits(outputs: Any) -> Tensor:
     """The tensor of network outputs: the output itself, or where the usual containers keep it."""
     if isinstance(outputs, Tensor):
         return _real(outputs)
@@ -126,13 +126,13 @@ def cross_entropy(logits: Tensor, chunk: Chunk) -> Tensor:
         _check_soft(logits, targets, chunk)
         values = F.cross_entropy(logits, targets.to(logits.dtype), reduction="none")
         return _summed(values) / max(1, math.prod(values.shape[1:]))
-    logits = classes_second(logits, targets)
+    logits = move_class_axis(logits, targets)
     _check_labels(targets, logits.shape[1], chunk)
-    values = F.cross_entropy(logits, targets.long(), reduction="none", ignore_index=IGNORED)
-    return values if values.dim() == 1 else _summed(values) / (targets != IGNORED).flatten(1).sum(1).clamp_min(1)
+    values = F.cross_entropy(logits, targets.long(), reduction="none", ignore_index=IGNORE_INDEX)
+    return values if values.dim() == 1 else _summed(values) / (targets != IGNORE_INDEX).flatten(1).sum(1).clamp_min(1)
 
 
-def classes_second(logits: Tensor, targets: Tensor | None) -> Tensor:
+def move_class_axis(logits: Tensor, targets: Tensor | None) -> Tensor:
     """(N, D, positions...) from (N, D, ...) or, as language models give it, (N, ..., D)."""
     if targets is None:
         return logits
@@ -155,7 +155,7 @@ def _check_labels(targets: Tensor, classes: int, chunk: Chunk) -> None:
             "the cross-entropy of a single output is always zero. For one logit per example give a loss of your own: "
             "lambda f, y: F.binary_cross_entropy_with_logits(f[:, 0], y.to(f.dtype), reduction='none')."
         )
-    wrong = (targets != IGNORED) & ((targets < 0) | (targets >= classes))
+    wrong = (targets != IGNORE_INDEX) & ((targets < 0) | (targets >= classes))
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0, 0])
         raise DataError(
@@ -179,7 +179,7 @@ def _check_soft(logits: Tensor, targets: Tensor, chunk: Chunk) -> None:
         )
 
 
-def squared(outputs: Tensor, chunk: Chunk) -> Tensor:
+def squared_error(outputs: Tensor, chunk: Chunk) -> Tensor:
     """``1/2 |f - y|^2`` of each example."""
     targets = chunk.targets
     if not isinstance(targets, Tensor) or targets.shape != outputs.shape:

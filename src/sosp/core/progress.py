@@ -7,18 +7,20 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-PATIENCE = 1.0  # seconds of silence before the bar appears
-SHOWN: list[Any] = []  # a terminal has room for one: a bar inside another stays silent
+BAR_DELAY = 1.0  # seconds of silence before the bar appears
+ACTIVE_BARS: list[Any] = []  # a terminal has room for one: a bar inside another stays silent
 
 
-def wanted() -> bool:
+def is_progress_wanted() -> bool:
     """Only on a terminal, and not where ``SOSP_PROGRESS=0`` asks for silence."""
     return sys.stderr.isatty() and os.environ.get("SOSP_PROGRESS", "1") != "0"
 
 
-def track(items: Iterable[T], label: str, total: float | None = None, weight: str | None = None) -> Iterator[T]:
+def track_progress(
+    items: Iterable[T], label: str, total: float | None = None, weight: str | None = None
+) -> Iterator[T]:
     """Yield the items; draw a bar once they have taken a second. ``weight`` names the attribute to count by."""
-    bar, task = _bar(label, total) if wanted() else (None, None)
+    bar, task = _bar(label, total) if is_progress_wanted() else (None, None)
     if bar is None:
         yield from items
         return
@@ -28,14 +30,14 @@ def track(items: Iterable[T], label: str, total: float | None = None, weight: st
         for item in items:
             yield item
             done += getattr(item, weight) if weight else 1
-            if not SHOWN and time.monotonic() - start > PATIENCE:
+            if not ACTIVE_BARS and time.monotonic() - start > BAR_DELAY:
                 bar.start()
-                SHOWN.append(bar)
+                ACTIVE_BARS.append(bar)
             bar.update(task, completed=done)
     finally:
-        if bar in SHOWN:
+        if bar in ACTIVE_BARS:
             bar.stop()
-            SHOWN.remove(bar)
+            ACTIVE_BARS.remove(bar)
 
 
 def _bar(label: str, total: float | None) -> tuple[Any, Any]:

@@ -42,7 +42,7 @@ class Scatter(nn.Module):
         if self.dense:
             return x.index_select(axis, self.source)
         if torch.compiler.is_compiling() or type(x) is not Tensor:  # one gather that fuses with what follows
-            return x.index_select(axis, self.inverse).masked_fill(_along(self.empty, x.dim(), axis), 0)
+            return x.index_select(axis, self.inverse).masked_fill(_align_values(self.empty, x.dim(), axis), 0)
         shape = list(x.shape)
         shape[axis] = len(self.index)
         taken = x if self.whole else x.index_select(axis, self.source)
@@ -52,7 +52,7 @@ class Scatter(nn.Module):
         return f"{self.given} -> {len(self.index)}, axis={self.axis}"
 
 
-def _along(values: Tensor, dim: int, axis: int) -> Tensor:
+def _align_values(values: Tensor, dim: int, axis: int) -> Tensor:
     shape = [1] * dim
     shape[axis] = len(values)
     return values.view(shape)
@@ -63,7 +63,7 @@ def scatter_output(module: Any, args: Any, output: Tensor) -> Tensor:
     return module.scatter(output)
 
 
-class Nothing(nn.Module):
+class ZeroLayer(nn.Module):
     """What is left of a layer that lost every channel: zeros of the shape the layer would give."""
 
     def __init__(self, layer: Any, width: int = 1) -> None:

@@ -10,17 +10,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sosp.errors import ArgumentError, nearest
+from sosp.errors import ArgumentError, suggest_name
 
 
-def function(name: str) -> Callable[..., Any]:
+def load_function(name: str) -> Callable[..., Any]:
     """The function; the file or module it is in is run."""
     place, _, wanted = name.rpartition(":")
     module = _file(Path(place).expanduser()) if place.endswith(".py") else _module(place)
     found = getattr(module, wanted, None)
     if not callable(found):
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ArgumentError(f"{place} has no function {wanted!r}.{nearest(wanted, public)}")
+        raise ArgumentError(f"{place} has no function {wanted!r}.{suggest_name(wanted, public)}")
     return found
 
 

@@ -17,7 +17,7 @@ OURS = Path(__file__).resolve().parents[1]
 
 
 @contextmanager
-def users_code(name: str, given: str = "without arguments") -> Iterator[None]:
+def convert_user_errors(name: str, given: str = "without arguments") -> Iterator[None]:
     """Refuse what goes wrong in the code that ``file.py:function`` names; what goes wrong elsewhere is a bug of ours.
 
     ``given``: how the function is called.
@@ -27,7 +27,7 @@ def users_code(name: str, given: str = "without arguments") -> Iterator[None]:
     except SospError:
         raise
     except Exception as error:
-        text = first_line(error)
+        text = format_error_message(error)
         if isinstance(error, SyntaxError) and error.filename is not None:
             where, text = f"{error.filename}, line {error.lineno}", error.msg
         elif _is_refused(name, error):
@@ -37,7 +37,7 @@ def users_code(name: str, given: str = "without arguments") -> Iterator[None]:
         raise ArgumentError(f"{name} does not run: {where}: {type(error).__name__}: {text}.") from error
 
 
-def first_line(error: Exception) -> str:
+def format_error_message(error: Exception) -> str:
     """What an error says, to stand in a sentence."""
     return next(iter(str(error).splitlines()), "").removesuffix(".")
 

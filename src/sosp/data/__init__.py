@@ -7,29 +7,29 @@
 
 from typing import TYPE_CHECKING
 
-from sosp.core.lazy import attach
+from sosp.core.lazy_imports import make_lazy_exports
 
 if TYPE_CHECKING:
+    from sosp.data.batch_source import Dataset, Source
     from sosp.data.cifar import cifar10, cifar100
-    from sosp.data.embedded import digits
-    from sosp.data.files import Folder, UnreadableWarning
-    from sosp.data.folders import folder
+    from sosp.data.embedded_data import digits
+    from sosp.data.image_files import Folder, UnreadableWarning
+    from sosp.data.image_folders import folder
     from sosp.data.inspection import inspect
     from sosp.data.registry import load
-    from sosp.data.resident import Resident
-    from sosp.data.source import Dataset, Source
+    from sosp.data.resident_images import Resident
 else:
-    __getattr__, __dir__ = attach(
+    __getattr__, __dir__ = make_lazy_exports(
         __name__,
         {
             "sosp.data.registry": "load",
             "sosp.data.cifar": "cifar10 cifar100",
-            "sosp.data.folders": "folder",
-            "sosp.data.embedded": "digits",
+            "sosp.data.image_folders": "folder",
+            "sosp.data.embedded_data": "digits",
             "sosp.data.inspection": "inspect",
-            "sosp.data.source": "Dataset Source",
-            "sosp.data.resident": "Resident",
-            "sosp.data.files": "Folder UnreadableWarning",
+            "sosp.data.batch_source": "Dataset Source",
+            "sosp.data.resident_images": "Resident",
+            "sosp.data.image_files": "Folder UnreadableWarning",
         },
     )
 

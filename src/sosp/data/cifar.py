@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sosp.data import glance, pickles
-from sosp.data.official import ADDRESS, HUNDRED, PIXELS, TEN, Cifar, Version, home
-from sosp.data.resident import Resident
+from sosp.data import folder_contents, pickles
+from sosp.data.batch_source import Dataset
+from sosp.data.cifar_files import ADDRESS, CIFAR10, CIFAR100, PIXELS, Cifar, CifarVersion, find_version_folder
+from sosp.data.resident_images import Resident
 from sosp.data.scale import IMAGENET_MEAN, IMAGENET_STD
-from sosp.data.source import Dataset
 from sosp.errors import DataError
 
 LARGEST = 2**28  # bytes; the largest official file has 155 million
@@ -36,7 +36,7 @@ def cifar10(
     ImageNet, which published CIFAR networks were often trained with. ``checked=False`` takes files other than the
     official ones: of the same form, with any number of images.
     """
-    return _load(TEN, folder, checked, mean, std)
+    return _load(CIFAR10, folder, checked, mean, std)
 
 
 def cifar100(
@@ -47,12 +47,12 @@ def cifar100(
     std: Sequence[float] = IMAGENET_STD,
 ) -> Dataset:
     """CIFAR-100 with its 100 fine labels from ``folder`` (``cifar-100-python`` or ``-binary``); see ``cifar10``."""
-    return _load(HUNDRED, folder, checked, mean, std)
+    return _load(CIFAR100, folder, checked, mean, std)
 
 
 def _load(known: Cifar, folder: object, checked: bool, mean: Sequence[float], std: Sequence[float]) -> Dataset:
-    version, at = find(known, glance.existing(folder))
-    parts = _both(known, version, at, checked)
+    version, at = find_version(known, folder_contents.check_folder(folder))
+    parts = _read_parts(known, version, at, checked)
     train, test = ((torch.from_numpy(x).view(-1, 3, 32, 32), torch.from_numpy(y)) for x, y in parts)
     return Dataset(
         name=known.name,
@@ -66,34 +66,34 @@ def _load(known: Cifar, folder: object, checked: bool, mean: Sequence[float], st
 # --- finding the files ----------------------------------------------------------------------------------
 
 
-def find(known: Cifar, root: Path) -> tuple[Version, Path]:
+def find_version(known: Cifar, root: Path) -> tuple[CifarVersion, Path]:
     """The version that is complete, and where; otherwise say what is missing."""
-    places = [(version, at) for version in known.versions if (at := home(version, root))]
+    places = [(version, at) for version in known.versions if (at := find_version_folder(version, root))]
     for version, at in places:
         if len(version.present(at)) == len(version.files):
             return version, at
-    raise DataError(incomplete(known, *places[0]) if places else absent(known, root))
+    raise DataError(describe_incomplete(known, *places[0]) if places else describe_missing(known, root))
 
 
-def incomplete(known: Cifar, version: Version, at: Path) -> str:
+def describe_incomplete(known: Cifar, version: CifarVersion, at: Path) -> str:
     missing = [name for name in version.files if name not in version.present(at)]
-    return f"{at} holds only a part of {known.title}; missing: {', '.join(missing)}. {_again(version, at)}"
+    return f"{at} holds only a part of {known.title}; missing: {', '.join(missing)}. {_advise_unpacking(version, at)}"
 
 
-def _again(version: Version, at: Path) -> str:
+def _advise_unpacking(version: CifarVersion, at: Path) -> str:
     for archive in (at / version.archive, at.parent / version.archive):
         if archive.is_file():
             return f"Unpack again: tar xf {archive} -C {archive.parent}"
     return f"Get {version.archive} from {ADDRESS} and unpack it again."
 
 
-def absent(known: Cifar, root: Path) -> str:
+def describe_missing(known: Cifar, root: Path) -> str:
     for version in known.versions:
         if (archive := root / version.archive).is_file():
-            return f"{known.title} lies in {root} as {archive.name}; {glance.how_to_unpack(archive)}"
+            return f"{known.title} lies in {root} as {archive.name}; {folder_contents.advise_unpacking(archive)}"
     version = known.versions[0]
     return (
-        f"there is no {known.title} in {root}, which {glance.describe(root)}. "
+        f"there is no {known.title} in {root}, which {folder_contents.describe_folder(root)}. "
         f"Wanted is {version.folder}/ with {version.files[0]} ...; get {version.archive} from {ADDRESS}"
     )
 
@@ -101,20 +101,20 @@ def absent(known: Cifar, root: Path) -> str:
 # --- reading them ---------------------------------------------------------------------------------------
 
 
-def _both(known: Cifar, version: Version, at: Path, checked: bool) -> tuple[Images, Images]:
+def _read_parts(known: Cifar, version: CifarVersion, at: Path, checked: bool) -> tuple[Images, Images]:
     """The training and the test part."""
     train, test = (_join(known, version, at, names, checked) for names in (version.train, version.test))
     if checked:
-        check_whole(known, version, at, train, test)
+        check_dataset(known, version, at, train, test)
     return train, test
 
 
-def _join(known: Cifar, version: Version, at: Path, names: Sequence[str], checked: bool) -> Images:
-    parts = [read(known, version, at / name, checked) for name in names]
+def _join(known: Cifar, version: CifarVersion, at: Path, names: Sequence[str], checked: bool) -> Images:
+    parts = [read_file(known, version, at / name, checked) for name in names]
     return np.concatenate([pixels for pixels, _ in parts]), np.concatenate([labels for _, labels in parts])
 
 
-def read(known: Cifar, version: Version, path: Path, checked: bool) -> Images:
+def read_file(known: Cifar, version: CifarVersion, path: Path, checked: bool) -> Images:
     """The images and labels of one file."""
     try:
         if (size := path.stat().st_size) > LARGEST:
@@ -131,7 +131,7 @@ def read(known: Cifar, version: Version, path: Path, checked: bool) -> Images:
 
 def _python(raw: bytes, classes: int) -> Images:
     """A dict with ``data`` and, for CIFAR-10, ``labels``; for CIFAR-100, ``fine_labels``."""
-    found = pickles.parse(raw)
+    found = pickles.parse_pickle(raw)
     if not isinstance(found, dict):
         raise DataError(f"holds a {type(found).__name__}, not a dict with images.")
     key = "labels" if classes == 10 else "fine_labels"
@@ -141,12 +141,12 @@ def _python(raw: bytes, classes: int) -> Images:
     if type(labels) is not list or not all(type(label) is int and 0 <= label < classes for label in labels):
         raise DataError(f"has labels that are not a list of numbers from 0 to {classes - 1}.")
     shape = (len(labels), PIXELS)
-    if not isinstance(pixels, pickles.Bytes) or pixels.shape != shape or len(pixels.raw) != len(labels) * PIXELS:
+    if not isinstance(pixels, pickles.ByteArray) or pixels.shape != shape or len(pixels.raw) != len(labels) * PIXELS:
         raise DataError(f"has {len(labels)} labels, and not as many images of {PIXELS} bytes.")
     return _rows(pixels.raw, PIXELS), np.array(labels, dtype=np.int64)
 
 
-def _binary(raw: bytes, version: Version, classes: int) -> Images:
+def _binary(raw: bytes, version: CifarVersion, classes: int) -> Images:
     """Rows of one or two label bytes, the fine one last, and the pixels."""
     rows = _rows(raw, version.label_bytes + PIXELS)
     labels = rows[:, version.label_bytes - 1].astype(np.int64)
@@ -164,53 +164,53 @@ def _rows(raw: bytes, width: int) -> np.ndarray:
 # --- are they the official ones? ------------------------------------------------------------------------
 
 
-def images_of(known: Cifar, version: Version, name: str) -> int:
+def count_images(known: Cifar, version: CifarVersion, name: str) -> int:
     return known.test if name in version.test else known.train // len(version.train)
 
 
-def check_bytes(known: Cifar, version: Version, name: str, raw: bytes) -> None:
+def check_bytes(known: Cifar, version: CifarVersion, name: str, raw: bytes) -> None:
     """The published md5; where there is none, the exact size."""
-    images = images_of(known, version, name)
+    images = count_images(known, version, name)
     size = images * (version.label_bytes + PIXELS)
     if version.label_bytes and len(raw) != size:
-        raise DataError(f"has {len(raw):,} bytes, the official file {size:,}. {_suspicion(version)}")
+        raise DataError(f"has {len(raw):,} bytes, the official file {size:,}. {_advise_check(version)}")
     found = hashlib.md5(raw, usedforsecurity=False).hexdigest()
     if name in version.md5 and found != version.md5[name]:
-        raise DataError(f"is not the official file: md5 {found}, not {version.md5[name]}. {_suspicion(version)}")
+        raise DataError(f"is not the official file: md5 {found}, not {version.md5[name]}. {_advise_check(version)}")
 
 
-def _suspicion(version: Version) -> str:
+def _advise_check(version: CifarVersion) -> str:
     return f"Was it cut short? Unpack {version.archive} again ({ADDRESS}), or take it as it is with checked=False."
 
 
-def check_whole(known: Cifar, version: Version, at: Path, train: Images, test: Images) -> None:
+def check_dataset(known: Cifar, version: CifarVersion, at: Path, train: Images, test: Images) -> None:
     """Each class as often as any other, and the known sums of the pixels: what the binary version has for an md5."""
     for part, (pixels, labels) in (("training", train), ("test", test)):
         counts = np.bincount(labels, minlength=len(known.classes))
         if counts.min() != counts.max():
             raise DataError(
-                f"{at}: the {part} classes have {counts.min()} to {counts.max()} images. {_suspicion(version)}"
+                f"{at}: the {part} classes have {counts.min()} to {counts.max()} images. {_advise_check(version)}"
             )
-        if known.sums and version.label_bytes and digest(pixels) != known.sums[part == "test"]:
-            raise DataError(f"{at}: the {part} images are not those of {known.title}. {_suspicion(version)}")
+        if known.sums and version.label_bytes and hash_pixels(pixels) != known.sums[part == "test"]:
+            raise DataError(f"{at}: the {part} images are not those of {known.title}. {_advise_check(version)}")
 
 
-def digest(pixels: np.ndarray) -> str:
+def hash_pixels(pixels: np.ndarray) -> str:
     """md5 of the sum over the images at each position, whatever their order."""
     return hashlib.md5(pixels.sum(0, dtype="<i8").tobytes(), usedforsecurity=False).hexdigest()
 
 
-def damaged(known: Cifar, version: Version, at: Path) -> list[str]:
+def find_damage(known: Cifar, version: CifarVersion, at: Path) -> list[str]:
     """What is wrong with each file that is there; if nothing, and all are, with the whole."""
     present = version.present(at)
-    tries: list[Callable[[], object]] = [partial(read, known, version, at / name, True) for name in present]
-    wrong = [text for attempt in tries if (text := _refusal(attempt))]
+    tries: list[Callable[[], object]] = [partial(read_file, known, version, at / name, True) for name in present]
+    wrong = [text for attempt in tries if (text := _catch_error(attempt))]
     if not wrong and len(present) == len(version.files):
-        wrong = [text] if (text := _refusal(partial(_both, known, version, at, True))) else []
+        wrong = [text] if (text := _catch_error(partial(_read_parts, known, version, at, True))) else []
     return [text.removeprefix(f"{at}{os.sep}") for text in wrong]
 
 
-def _refusal(attempt: Callable[[], object]) -> str | None:
+def _catch_error(attempt: Callable[[], object]) -> str | None:
     try:
         attempt()
     except DataError as error:

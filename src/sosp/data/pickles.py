@@ -12,7 +12,7 @@ from sosp.errors import DataError
 LONGEST = 2_000_000  # opcodes; an official file has at most some 300,000
 
 
-class Known(Enum):
+class PickleName(Enum):
     """The names such a file may mention."""
 
     RECONSTRUCT = auto()
@@ -21,28 +21,28 @@ class Known(Enum):
 
 
 NAMES = {
-    "numpy.core.multiarray _reconstruct": Known.RECONSTRUCT,
-    "numpy._core.multiarray _reconstruct": Known.RECONSTRUCT,
-    "numpy ndarray": Known.NDARRAY,
-    "numpy dtype": Known.DTYPE,
+    "numpy.core.multiarray _reconstruct": PickleName.RECONSTRUCT,
+    "numpy._core.multiarray _reconstruct": PickleName.RECONSTRUCT,
+    "numpy ndarray": PickleName.NDARRAY,
+    "numpy dtype": PickleName.DTYPE,
 }
 
 
 @dataclass
-class Bytes:
+class ByteArray:
     """An array of uint8, as the file describes it; filled in by a later opcode."""
 
     shape: Any = None
     raw: bytes = b""
 
 
-class Uint8:
+class Uint8Type:
     """The only type an array may have."""
 
 
-def parse(data: bytes) -> Any:
+def parse_pickle(data: bytes) -> Any:
     """The value in a pickle, of dicts, lists, tuples, numbers, texts and ``Bytes``; anything else is a DataError."""
-    machine = Machine(data)
+    machine = PickleInterpreter(data)
     try:
         return machine.run()
     except (LookupError, ValueError, TypeError, AttributeError) as error:
@@ -51,11 +51,11 @@ def parse(data: bytes) -> Any:
         raise DataError(f"is damaged: at byte {machine.at} it stops making sense ({type(error).__name__}).") from error
 
 
-def refuse(what: str) -> NoReturn:
+def refuse_content(what: str) -> NoReturn:
     raise DataError(f"holds {what}, which no CIFAR file does. It was not executed.")
 
 
-class Machine:
+class PickleInterpreter:
     """A stack, a memo and a place in the bytes."""
 
     def __init__(self, data: bytes) -> None:
@@ -73,9 +73,9 @@ class Machine:
                 return self.stack.pop()
             act = OPCODES.get(code)
             if act is None:
-                refuse(f"the pickle opcode {bytes([code])!r} at byte {self.at - 1}")
+                refuse_content(f"the pickle opcode {bytes([code])!r} at byte {self.at - 1}")
             act(self)
-        return refuse(f"more than {LONGEST} opcodes")
+        return refuse_content(f"more than {LONGEST} opcodes")
 
     # --- reading ---
 
@@ -112,52 +112,58 @@ class Machine:
 
     def extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        target.extend(items) if type(target) is list else refuse("an append to what is no list")
+        target.extend(items) if type(target) is list else refuse_content("an append to what is no list")
 
     def update(self, items: list[Any]) -> None:
-        target, keys = self.stack[-1], [text(key) for key in items[::2]]
-        target.update(zip(keys, items[1::2], strict=True)) if type(target) is dict else refuse("a key in no dict")
+        target, keys = self.stack[-1], [decode_text(key) for key in items[::2]]
+        target.update(zip(keys, items[1::2], strict=True)) if type(target) is dict else refuse_content(
+            "a key in no dict"
+        )
 
     # --- names, and what is made with them ---
 
     def name(self, module: Any, name: Any) -> None:
-        found = f"{text(module)} {text(name)}"
-        self.push(NAMES[found] if found in NAMES else refuse(f"the name {found.replace(' ', '.')[:100]!r}"))
+        found = f"{decode_text(module)} {decode_text(name)}"
+        self.push(NAMES[found] if found in NAMES else refuse_content(f"the name {found.replace(' ', '.')[:100]!r}"))
 
     def reduce(self) -> None:
         given, made_by = self.stack.pop(), self.stack.pop()
-        if made_by is Known.RECONSTRUCT and given[0] is Known.NDARRAY:
-            self.push(Bytes())
-        elif made_by is Known.DTYPE:
-            self.push(Uint8() if text(given[0]) == "u1" else refuse(f"an array of {text(given[0])[:20]!r}"))
+        if made_by is PickleName.RECONSTRUCT and given[0] is PickleName.NDARRAY:
+            self.push(ByteArray())
+        elif made_by is PickleName.DTYPE:
+            self.push(
+                Uint8Type()
+                if decode_text(given[0]) == "u1"
+                else refuse_content(f"an array of {decode_text(given[0])[:20]!r}")
+            )
         else:
-            refuse("a call of what is no function")
+            refuse_content("a call of what is no function")
 
     def build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
-        if isinstance(target, Bytes):
+        if isinstance(target, ByteArray):
             _, shape, kind, fortran, raw = state
-            if not isinstance(kind, Uint8) or fortran is not False or type(raw) is not bytes:
-                refuse("an array that is not plain bytes")
+            if not isinstance(kind, Uint8Type) or fortran is not False or type(raw) is not bytes:
+                refuse_content("an array that is not plain bytes")
             target.shape, target.raw = shape, raw
-        elif not isinstance(target, Uint8):
-            refuse("the state of an object")
+        elif not isinstance(target, Uint8Type):
+            refuse_content("the state of an object")
 
 
-def text(value: Any) -> str:
+def decode_text(value: Any) -> str:
     """A key or a name. Python 2 wrote its texts as bytes."""
     if type(value) not in (str, bytes) or len(value) > 256:  # a long one, used often, would be costly
-        refuse(f"a {type(value).__name__} in place of a short text")
+        refuse_content(f"a {type(value).__name__} in place of a short text")
     return value if isinstance(value, str) else value.decode("latin1")
 
 
-def _put(m: Machine, place: int) -> None:
+def _put(m: PickleInterpreter, place: int) -> None:
     m.memo[place] = m.stack[-1]
 
 
 STOP = ord(".")
-OPCODES: dict[int, Callable[[Machine], Any]] = {
+OPCODES: dict[int, Callable[[PickleInterpreter], Any]] = {
     0x80: lambda m: m.take(1),  # protocol
     0x95: lambda m: m.take(8),  # frame
     ord("("): lambda m: m.marks.append(len(m.stack)),
@@ -191,6 +197,6 @@ OPCODES: dict[int, Callable[[Machine], Any]] = {
     ord("j"): lambda m: m.push(m.memo[m.number(4)]),
     ord("c"): lambda m: m.name(m.line(), m.line()),
     0x93: lambda m: m.name(*[m.stack.pop(), m.stack.pop()][::-1]),
-    ord("R"): Machine.reduce,
-    ord("b"): Machine.build,
+    ord("R"): PickleInterpreter.reduce,
+    ord("b"): PickleInterpreter.build,
 }

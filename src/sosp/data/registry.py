@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from sosp.core.user_code import function
+from sosp.core.user_code import load_function
+from sosp.data.batch_source import Dataset
 from sosp.data.cifar import cifar10, cifar100
-from sosp.data.embedded import digits
-from sosp.data.folders import folder as image_folder
-from sosp.data.resident import Resident
-from sosp.data.source import Dataset
-from sosp.errors import ArgumentError, DataError, nearest
+from sosp.data.embedded_data import digits
+from sosp.data.image_folders import folder as image_folder
+from sosp.data.resident_images import Resident
+from sosp.errors import ArgumentError, DataError, suggest_name
 
 IN_FOLDERS: dict[str, Callable[[str | os.PathLike[str]], Dataset]] = {
     "cifar10": cifar10,
@@ -46,24 +46,24 @@ def load(name: str, folder: str | os.PathLike[str] | None = None) -> Dataset:
             raise ArgumentError(f"{name!r} is not read from a folder; leave out folder={str(folder)!r}.")
         return EMBEDDED[name]()
     if ":" in name:
-        return _own(name, folder)
+        return _load_user_dataset(name, folder)
     known = [*IN_FOLDERS, *EMBEDDED]
     raise ArgumentError(
-        f"there is no dataset {name!r}.{nearest(name, known)} Choose one of: {', '.join(known)}; "
+        f"there is no dataset {name!r}.{suggest_name(name, known)} Choose one of: {', '.join(known)}; "
         "or name a function of yours: path/to/file.py:function or package.module:function."
     )
 
 
-def _own(name: str, folder: str | os.PathLike[str] | None) -> Dataset:
-    made = function(name)
-    return understood(made() if folder is None else made(folder), name)
+def _load_user_dataset(name: str, folder: str | os.PathLike[str] | None) -> Dataset:
+    made = load_function(name)
+    return convert_to_dataset(made() if folder is None else made(folder), name)
 
 
-def understood(found: Any, name: str) -> Dataset:
+def convert_to_dataset(found: Any, name: str) -> Dataset:
     """What a user's function returned, as a Dataset."""
     if isinstance(found, Dataset):
         return found
-    if not _pair(found) or not all(_pair(part) and all(isinstance(x, Tensor) for x in part) for part in found):
+    if not _is_pair(found) or not all(_is_pair(part) and all(isinstance(x, Tensor) for x in part) for part in found):
         raise DataError(f"{name} returned {_shape_of(found)}; it must return {FORMS}.")
     try:
         train, test = (Resident.of(*part) for part in found)
@@ -75,7 +75,7 @@ def understood(found: Any, name: str) -> Dataset:
     return Dataset(name, train, test, tuple(map(str, range(classes))), train.shape)
 
 
-def _pair(found: Any) -> bool:
+def _is_pair(found: Any) -> bool:
     return isinstance(found, (tuple, list)) and len(found) == 2
 
 

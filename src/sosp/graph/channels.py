@@ -19,7 +19,7 @@ FixedAxis = tuple[Labels, int]  # an axis of a box whose size the code requires
 
 
 @dataclass(frozen=True)
-class Combine:
+class Combination:
     """Values computed place by place from others: zero where a killing operand is, or where all operands are."""
 
     out: Ids  # (n,)
@@ -37,7 +37,7 @@ class Combine:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ModuleCall:
     """One call of a layer or a norm: its output may be zeroed, narrowed and scattered, channel by channel."""
 
     module: str
@@ -74,7 +74,7 @@ class Slices:
 
 
 @dataclass
-class Dense:
+class DenseWeight:
     """A weight that mixes channels: a convolution, a linear layer."""
 
     weight: str
@@ -113,7 +113,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Record:
+class OpRecord:
     """One op of the forward pass: what it was given and what came out."""
 
     name: str
@@ -135,14 +135,14 @@ class Graph:
     count: int = 2  # values; OPAQUE and ZERO are there from the start
     parametric: bytearray = field(default_factory=lambda: bytearray(2))  # per value: it is a parameter, never zero
     ties: list[tuple[Ids, Ids]] = field(default_factory=list)
-    steps: list[Combine | Cut] = field(default_factory=list)
+    steps: list[Combination | ModuleCall] = field(default_factory=list)
     slices: dict[str, Slices] = field(default_factory=dict)
-    dense: dict[str, Dense] = field(default_factory=dict)
+    dense: dict[str, DenseWeight] = field(default_factory=dict)
     pins: list[Pin] = field(default_factory=list)
-    records: dict[str, list[Record]] = field(default_factory=dict)  # mode -> ops in order
+    records: dict[str, list[OpRecord]] = field(default_factory=dict)  # mode -> ops in order
     boxes: list[Labels] = field(default_factory=list)  # labels along several axes: what stays must be a box
     even: list[Ids] = field(default_factory=list)  # (pieces, n) a tensor is cut into: as many stay of each
-    calls: dict[str, list[Cut]] = field(default_factory=dict)  # module -> its cuts
+    calls: dict[str, list[ModuleCall]] = field(default_factory=dict)  # module -> its cuts
     reads: list[tuple[str, str, Ids]] = field(default_factory=list)  # (mode, module, labels) whose sizes were read
     sized: list[tuple[str, str, str]] = field(default_factory=list)  # the same of parameters: (mode, module, name)
     decisions: list[Decision] = field(default_factory=list)
@@ -173,14 +173,14 @@ class Graph:
             return np.arange(self.count)
         a = np.concatenate([p[0] for p in pairs])
         b = np.concatenate([p[1] for p in pairs])
-        return components(self.count, a, b)
+        return find_components(self.count, a, b)
 
     def zeros(self, removed: dict[str, np.ndarray]) -> np.ndarray:
         """(values,) which are identically zero when ``removed[module]`` (n,) of its output is set to zero."""
         zero = np.zeros(self.count, dtype=bool)
         zero[ZERO] = True
         for step in self.steps:
-            if isinstance(step, Cut):
+            if isinstance(step, ModuleCall):
                 zero[step.out] = zero[step.into] | step.forced(removed.get(step.module), zero)
                 continue
             zero[step.out] = step.zero([zero[x].all(axis=1) for x in step.operands])
@@ -191,7 +191,7 @@ def pair_modes(graph: Graph) -> tuple[Ids, Ids] | None:
     """Return the values of the two modes, place by place; None if the code does not do the same in both."""
     if len(graph.records) != 2 or graph.decisions:
         return None
-    seen = [_things_done(graph, mode) for mode in graph.records]
+    seen = [_list_operations(graph, mode) for mode in graph.records]
     if seen[0][0] != seen[1][0]:
         return None
     none = np.zeros(0, dtype=int)
@@ -199,7 +199,7 @@ def pair_modes(graph: Graph) -> tuple[Ids, Ids] | None:
     return one, other
 
 
-def _things_done(graph: Graph, mode: str) -> tuple[list[Any], list[Ids]]:
+def _list_operations(graph: Graph, mode: str) -> tuple[list[Any], list[Ids]]:
     """What the code did in a mode, without the numbers of the values; and those numbers, in order."""
     done: list[Any] = []
     ids: list[Ids] = []
@@ -216,7 +216,7 @@ def _things_done(graph: Graph, mode: str) -> tuple[list[Any], list[Ids]]:
     return done, ids
 
 
-def components(count: int, a: Ids, b: Ids) -> Ids:
+def find_components(count: int, a: Ids, b: Ids) -> Ids:
     """(count,) the smallest member of each node's connected component: pointers jump to the smallest neighbour."""
     root = np.arange(count)
     while True:
@@ -230,5 +230,17 @@ def components(count: int, a: Ids, b: Ids) -> Ids:
             return root
 
 
-__all__ = ["OPAQUE", "ZERO", "Combine", "Cut", "Decision", "Dense", "Graph", "Ids", "Pin", "Record", "Slices"]
+__all__ = [
+    "OPAQUE",
+    "ZERO",
+    "Combination",
+    "ModuleCall",
+    "Decision",
+    "DenseWeight",
+    "Graph",
+    "Ids",
+    "Pin",
+    "OpRecord",
+    "Slices",
+]
 __all__ += ["FixedAxis", "components", "pair_modes"]

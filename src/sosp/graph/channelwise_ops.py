@@ -8,25 +8,25 @@ from itertools import product
 import numpy as np
 import torch
 
-from sosp.graph.channels import Combine, Ids, Slices
-from sosp.graph.labels import Labels, vector
-from sosp.graph.probe import Call, Sliced, sliced
-from sosp.graph.tensors import Book
+from sosp.graph.channels import Combination, Ids, Slices
+from sosp.graph.labels import Labels, label_axis
+from sosp.graph.op_probe import OpCall, SlicedOp, probe_slices
+from sosp.graph.tensor_registry import TensorRegistry
 
 Pairs = tuple[tuple[int, int], ...]  # (operand, its axis)
 MOST = 27  # combinations of axes that are tried
 
 
-def elementwise(book: Book, call: Call, given: dict[int, Labels | None]) -> list[Labels] | None:
+def label_channelwise_op(book: TensorRegistry, call: OpCall, given: dict[int, Labels | None]) -> list[Labels] | None:
     """The labels of the outputs, if the op can be sliced along labelled axes; None if it cannot."""
     labelled = {k: x for k, x in given.items() if x is not None and x.varying}
     if not labelled:
         return None
     alone = len(labelled) == 1 and len(next(iter(labelled.values())).varying) > 1
-    out = _alike(book, call, labelled) if alone else None  # its parameters may stand across: rotary embeddings
+    out = _label_outputs(book, call, labelled) if alone else None  # its parameters may stand across: rotary embeddings
     if out is None:
         labelled |= _parameters(book, call, given, labelled)
-        out = _alike(book, call, labelled)
+        out = _label_outputs(book, call, labelled)
     if out is not None:
         for k, x in given.items():  # one channel that meets many of another tensor
             if x is not None and not x.varying and k not in labelled:
@@ -34,13 +34,15 @@ def elementwise(book: Book, call: Call, given: dict[int, Labels | None]) -> list
     return out
 
 
-def _alike(book: Book, call: Call, labelled: dict[int, Labels]) -> list[Labels] | None:
+def _label_outputs(book: TensorRegistry, call: OpCall, labelled: dict[int, Labels]) -> list[Labels] | None:
     """The labels of the outputs, from operands that are all labelled along the axes that are sliced."""
-    axes = {tuple(pairs.items()): found for pairs in _aligned(labelled) if (found := sliced(call, pairs)) is not None}
+    axes = {
+        tuple(pairs.items()): found for pairs in _aligned(labelled) if (found := probe_slices(call, pairs)) is not None
+    }
     covered = {pair for pairs in axes for pair in pairs}
     if axes and all((k, d) in covered for k, x in labelled.items() for d in x.varying):
         return _every_axis(book, call, labelled, axes)
-    for pairs, found in [*axes.items(), *_elsewhere(call, labelled, axes)]:
+    for pairs, found in [*axes.items(), *_find_other_axes(call, labelled, axes)]:
         if {k for k, _ in pairs} == set(labelled):
             return _one_axis(book, call, labelled, dict(pairs), found)
     return None
@@ -55,18 +57,20 @@ def _aligned(labelled: dict[int, Labels]) -> list[dict[int, int]]:
     return list(found.values())
 
 
-def _elsewhere(call: Call, labelled: dict[int, Labels], tried: dict[Pairs, Sliced]) -> Iterator[tuple[Pairs, Sliced]]:
+def _find_other_axes(
+    call: OpCall, labelled: dict[int, Labels], tried: dict[Pairs, SlicedOp]
+) -> Iterator[tuple[Pairs, SlicedOp]]:
     """Axes that do not stand under each other (einsum)."""
     choices = [[(k, d) for d in x.varying] for k, x in labelled.items()]
     for pairs in list(product(*choices))[:MOST]:
         if pairs not in tried and len({call.leaves[k].shape[d] for k, d in pairs}) == 1:
-            found = sliced(call, dict(pairs))
+            found = probe_slices(call, dict(pairs))
             if found is not None:
                 yield pairs, found
 
 
 def _parameters(
-    book: Book, call: Call, given: dict[int, Labels | None], labelled: dict[int, Labels]
+    book: TensorRegistry, call: OpCall, given: dict[int, Labels | None], labelled: dict[int, Labels]
 ) -> dict[int, Labels]:
     """Parameters with several long axes follow the channels they meet (a scale of shape (heads, 1, d))."""
     if len(labelled) != 1 or len(call.shapes) != 1:
@@ -84,7 +88,7 @@ def _parameters(
             known = book.graph.slices.get(name) or Slices(name, d, book.graph.fresh(p.shape[d], parametric=True))
             if known.axis == d:
                 book.graph.slices[name] = known
-                found[k] = vector(known.ids, d, p.shape)
+                found[k] = label_axis(known.ids, d, p.shape)
                 book.put(p, found[k])
     return found
 
@@ -99,7 +103,9 @@ def _channels(x: Labels) -> int:
     return max(x.varying, key=distinct)
 
 
-def _every_axis(book: Book, call: Call, labelled: dict[int, Labels], axes: dict[Pairs, Sliced]) -> list[Labels] | None:
+def _every_axis(
+    book: TensorRegistry, call: OpCall, labelled: dict[int, Labels], axes: dict[Pairs, SlicedOp]
+) -> list[Labels] | None:
     """Each labelled axis of each operand can be sliced: labels go element by element."""
     kills = {k: z for pairs, found in axes.items() for (k, _), z in zip(pairs, found.kills, strict=True)}
     everything = next(iter(axes.values())).all
@@ -109,15 +115,15 @@ def _every_axis(book: Book, call: Call, labelled: dict[int, Labels], axes: dict[
         arrays = []
         for k, x in labelled.items():
             target = {d: found.axes[i] for pairs, found in axes.items() for kk, d in pairs if kk == k}
-            arrays.append(_placed(x, target, len(shape)))
+            arrays.append(_arrange_labels(x, target, len(shape)))
         together = np.broadcast_arrays(*arrays)
         if ids is None or ids.size != together[0].size:
-            ids = _combined(book, [a.reshape(-1, 1) for a in together], [kills[k] for k in labelled], everything)
+            ids = _combine_values(book, [a.reshape(-1, 1) for a in together], [kills[k] for k in labelled], everything)
         results.append(Labels(torch.from_numpy(ids.reshape(together[0].shape).copy()), shape))
     return results
 
 
-def _placed(x: Labels, target: dict[int, int], dim: int) -> np.ndarray:
+def _arrange_labels(x: Labels, target: dict[int, int], dim: int) -> np.ndarray:
     """The labels of an operand laid out along the output's axes: its axis d becomes ``target[d]``."""
     core = x.core.numpy()
     order = sorted(x.varying, key=lambda d: target[d])
@@ -127,7 +133,9 @@ def _placed(x: Labels, target: dict[int, int], dim: int) -> np.ndarray:
     return core.transpose([*order, *(d for d in range(core.ndim) if d not in order)]).reshape(sizes)
 
 
-def _one_axis(book: Book, call: Call, labelled: dict[int, Labels], dims: dict[int, int], found: Sliced) -> list[Labels]:
+def _one_axis(
+    book: TensorRegistry, call: OpCall, labelled: dict[int, Labels], dims: dict[int, int], found: SlicedOp
+) -> list[Labels]:
     """Only whole slices along one axis are independent (a head of attention): all in a slice stay together."""
     matrices = []
     for k, x in labelled.items():
@@ -135,8 +143,8 @@ def _one_axis(book: Book, call: Call, labelled: dict[int, Labels], dims: dict[in
         matrices.append(rows.reshape(len(rows), -1))
         book.graph.tie(matrices[-1][:, :1], matrices[-1])
     order = list(dims)
-    ids = _combined(book, matrices, [found.kills[order.index(k)] for k in labelled], found.all)
-    return [vector(ids, d, shape) for d, shape in zip(found.axes, call.shapes, strict=True)]
+    ids = _combine_values(book, matrices, [found.kills[order.index(k)] for k in labelled], found.all)
+    return [label_axis(ids, d, shape) for d, shape in zip(found.axes, call.shapes, strict=True)]
 
 
 def _spread(x: Labels, axis: int) -> np.ndarray:
@@ -146,7 +154,7 @@ def _spread(x: Labels, axis: int) -> np.ndarray:
     return x.core.expand(sizes).numpy()
 
 
-def _combined(book: Book, operands: list[Ids], kills: list[bool], everything: bool) -> Ids:
+def _combine_values(book: TensorRegistry, operands: list[Ids], kills: list[bool], everything: bool) -> Ids:
     """The values behind an op: the operand's own where nothing but parameters joins it and zero stays zero."""
     graph = book.graph
     values = [k for k, x in enumerate(operands) if not graph.is_parametric(x)]
@@ -156,5 +164,5 @@ def _combined(book: Book, operands: list[Ids], kills: list[bool], everything: bo
         return operands[values[0]][:, 0]
     out = graph.fresh(len(operands[0]), parametric=not values)
     graph.tie(out, operands[0][:, 0])
-    graph.steps.append(Combine(out, tuple(operands), tuple(kills), everything))
+    graph.steps.append(Combination(out, tuple(operands), tuple(kills), everything))
     return out

@@ -10,10 +10,10 @@ from math import prod
 import numpy as np
 from torch import nn
 
-from sosp.graph.channels import ZERO, Cut, Dense
+from sosp.graph.channels import ZERO, DenseWeight, ModuleCall
 from sosp.graph.flow import Flow
-from sosp.graph.layout import Layout, whole
-from sosp.graph.meta import rows
+from sosp.graph.layout import Layout, make_full_layout
+from sosp.graph.meta_copies import count_input_examples
 from sosp.graph.ops import RECURRENT
 
 MATRICES = re.compile(r"weight_(ih|hh|hr)(_l\d+)?(_reverse)?")
@@ -47,12 +47,12 @@ class Cost:
         return "\n".join(lines)
 
 
-def whole_cost(flow: Flow) -> Cost:
+def compute_whole_cost(flow: Flow) -> Cost:
     """The cost of the network as it is."""
-    return cost_of(flow, whole(flow.graph.count))
+    return compute_cost(flow, make_full_layout(flow.graph.count))
 
 
-def cost_of(flow: Flow, layout: Layout) -> Cost:
+def compute_cost(flow: Flow, layout: Layout) -> Cost:
     """The cost of the network that keeps this."""
     return _cost(*_sizes(flow, layout))
 
@@ -76,7 +76,7 @@ def _sizes(flow: Flow, layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
 
 def _recurrent(flow: Flow) -> dict[str, int]:
     """Recurrent module -> MACs. One op mixes all channels that they are given, so none of their widths changes."""
-    examples = rows(flow.example)
+    examples = count_input_examples(flow.example)
     steps: dict[str, int] = {}  # of all examples
     for op in flow.graph.records.get("eval", ()):
         if op.name in RECURRENT:
@@ -97,7 +97,7 @@ def _gone(flow: Flow, layout: Layout) -> set[str]:
     return emptied | {n for n in norms if not layout.needed[flow.graph.calls[n][0].given].any()}
 
 
-def _elements(d: Dense, counts: np.ndarray) -> int:
+def _elements(d: DenseWeight, counts: np.ndarray) -> int:
     """rows x columns / groups x kernel."""
     rows, columns = int(counts[d.out].sum()), int(counts[d.into[0]].sum())
     held = counts[d.out].reshape(d.groups, -1).any(axis=1)
@@ -120,7 +120,7 @@ def _cost(params: Mapping[str, int], macs: Mapping[str, int]) -> Cost:
 # App. D's approximate count -------------------------------------------------------------------------------------------
 
 
-def alternative(flow: Flow, removed: Mapping[str, np.ndarray]) -> Cost:
+def compute_alternative_cost(flow: Flow, removed: Mapping[str, np.ndarray]) -> Cost:
     """Every layer reads what the layer before it in the chain gives; the skips are cut to fit.
 
     At an add the operand with the most layers behind it counts alone. A layer on the skip (a downsampling layer)
@@ -166,7 +166,7 @@ def _chain(flow: Flow, removed: Mapping[str, np.ndarray]) -> tuple[np.ndarray, d
     read = {int(into[0]) for d in graph.dense.values() for into in d.into}
     skips: dict[str, int] = {}
     for step in graph.steps:
-        if isinstance(step, Cut):
+        if isinstance(step, ModuleCall):
             zero[step.out] = zero[step.into] | step.forced(removed.get(step.module), zero)
             layer = layers.get(step.module)
             before = layer.into if layer else [step.through if step.through is not None else step.given]

@@ -18,16 +18,24 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from sosp.core.batches import call
-from sosp.core.scatter import Nothing, Scatter
-from sosp.graph.channels import FixedAxis, Pin, Record
-from sosp.graph.control_flow import exposed, other_ways
-from sosp.graph.labels import OPAQUE, RESHAPES, Labels, compact, indices, reshaped, settle
-from sosp.graph.layout import Layout, Style
-from sosp.graph.meta import meta_copy, on_device, quiet
-from sosp.graph.ops import COMPOSITE, DECOMPOSED, NUMBERS, name_of, numbers, run, unchecked
-from sosp.graph.recipe import Recipe, Removed, apply, write_recipe
-from sosp.graph.width_arithmetic import Trial, computed
+from sosp.core.batches import call_model
+from sosp.core.scatter import Scatter, ZeroLayer
+from sosp.graph.channels import FixedAxis, OpRecord, Pin
+from sosp.graph.control_flow import build_path_pin, find_exposed_values
+from sosp.graph.labels import (
+    OPAQUE,
+    RESHAPES,
+    Labels,
+    compress_labels,
+    find_kept_indices,
+    reshape_labels,
+    resize_labels,
+)
+from sosp.graph.layout import Layout, LayoutStyle
+from sosp.graph.meta_copies import clone_inputs, copy_to_meta, isolate_forward
+from sosp.graph.ops import COMPOSITE, DECOMPOSED, NUMBERS, collect_numbers, find_op_name, run_op, skip_override_checks
+from sosp.graph.recipe import Recipe, RemovedChannels, apply_recipe, write_recipe
+from sosp.graph.width_arithmetic import Trial, find_width_pins
 
 if TYPE_CHECKING:
     from sosp.graph.flow import Flow
@@ -40,7 +48,7 @@ FIXED_NUMBER = "the code requires a fixed number of channels here"
 
 
 @dataclass(frozen=True, eq=False)
-class Fit:
+class LayoutFit:
     """What stays and how to get there, as it runs in the user's code; and the flow with what that has shown."""
 
     flow: Flow
@@ -48,14 +56,14 @@ class Fit:
     recipe: Recipe
 
 
-def fit_layout(flow: Flow, removed: Removed, style: Style | None = None) -> Fit:
+def fit_layout(flow: Flow, removed: RemovedChannels, style: LayoutStyle | None = None) -> LayoutFit:
     """Return the smallest layout without the ``removed`` channels with which the user's code runs."""
     while True:
         layout = flow.layout(removed, style)
         recipe = write_recipe(flow.network, flow.graph, layout, removed)
         pins, fixed = _find_trouble(flow, layout, recipe)
         if not pins:
-            return Fit(flow, layout, recipe)
+            return LayoutFit(flow, layout, recipe)
         flow = flow.with_pins(pins, fixed)
 
 
@@ -63,7 +71,7 @@ def _find_trouble(flow: Flow, layout: Layout, recipe: Recipe) -> tuple[list[Pin]
     """Run the smaller network; return the pins and the axes of fixed size with which the user's code would run."""
     pins: list[Pin] = []
     fixed: list[FixedAxis] = []
-    tried = list(try_out(flow, layout, recipe))
+    tried = list(try_recipe(flow, layout, recipe))
     for mode, rehearsal in tried:
         pins += _find_reasons(flow, layout, mode, rehearsal, fixed)
     if (
@@ -72,36 +80,38 @@ def _find_trouble(flow: Flow, layout: Layout, recipe: Recipe) -> tuple[list[Pin]
         or any(d.op in NUMBERS for d in flow.graph.decisions)
     ):
         return pins, fixed  # numbers that were computed from values may well differ
-    trial = Trial(flow, layout, recipe, lambda a, b: try_out(flow, a, b))
+    trial = Trial(flow, layout, recipe, lambda a, b: try_recipe(flow, a, b))
     for mode, rehearsal in tried:
-        pins += list(islice(computed(trial, mode, rehearsal), 1))  # one at a time: a pin may restore other numbers
+        pins += list(
+            islice(find_width_pins(trial, mode, rehearsal), 1)
+        )  # one at a time: a pin may restore other numbers
     return pins, fixed
 
 
-def try_out(flow: Flow, layout: Layout, recipe: Recipe) -> Iterator[tuple[str, Rehearsal]]:
+def try_recipe(flow: Flow, layout: Layout, recipe: Recipe) -> Iterator[tuple[str, DryRunMode]]:
     """Run the changed network next to the record of the whole one, in each mode in which the code differs."""
-    twin = copy.deepcopy(flow.network) if flow.real else meta_copy(flow.network)
-    apply(twin, recipe)
+    twin = copy.deepcopy(flow.network) if flow.real else copy_to_meta(flow.network)
+    apply_recipe(twin, recipe)
     gone = {*recipe.emptied, *recipe.passed}
     decides = bool(flow.graph.decisions)
     for mode in flow.modes_that_differ(layout.counts):
         records = [r for r in flow.graph.records[mode] if r.module not in gone]
         twin.train(mode == "train")
-        with quiet():
-            given = on_device(flow.example, flow.real)
-            yield mode, rehearse(twin, given, records, layout.counts, recipe.emptied, decides)
+        with isolate_forward():
+            given = clone_inputs(flow.example, flow.real)
+            yield mode, compare_ops(twin, given, records, layout.counts, recipe.emptied, decides)
 
 
-def _find_reasons(flow: Flow, layout: Layout, mode: str, rehearsal: Rehearsal, fixed: list[FixedAxis]) -> list[Pin]:
+def _find_reasons(flow: Flow, layout: Layout, mode: str, rehearsal: DryRunMode, fixed: list[FixedAxis]) -> list[Pin]:
     """Pin the channels at each op that failed; if they all stayed, those whose sizes were read around it; or all.
 
     Where fixing the size of an axis helps, the axis is appended to ``fixed``.
     """
     pins = []
     if rehearsal.strayed:
-        ids = exposed(flow.graph, flow.unseen)
+        ids = find_exposed_values(flow.graph, flow.unseen)
         if (layout.counts[ids] == 0).any():
-            pins.append(other_ways(flow.graph, ids, "with channels gone, the code takes another way"))
+            pins.append(build_path_pin(flow.graph, ids, "with channels gone, the code takes another way"))
     for record in rehearsal.failed[:-1] if rehearsal.strayed else rehearsal.failed:
         axis = _find_axis((*flow.fixed, *fixed), record, layout.counts)
         if axis is not None:
@@ -119,11 +129,11 @@ def _find_reasons(flow: Flow, layout: Layout, mode: str, rehearsal: Rehearsal, f
     return pins
 
 
-def _find_axis(fixed: Iterable[FixedAxis], record: Record, counts: np.ndarray) -> FixedAxis | None:
+def _find_axis(fixed: Iterable[FixedAxis], record: OpRecord, counts: np.ndarray) -> FixedAxis | None:
     """Where channels were folded into several axes, the code may fix the size of one: the shortest that changed."""
     known = {(id(labels), axis) for labels, axis in fixed}
     for labels in (*record.out, *record.given):
-        picks = indices(labels, counts) if labels is not None and len(labels.varying) > 1 else None
+        picks = find_kept_indices(labels, counts) if labels is not None and len(labels.varying) > 1 else None
         if labels is None or picks is None:
             continue
         changed = [d for d in labels.varying if len(picks[d]) < labels.shape[d] and (id(labels), d) not in known]
@@ -136,64 +146,64 @@ def _find_axis(fixed: Iterable[FixedAxis], record: Record, counts: np.ndarray) -
 # one run --------------------------------------------------------------------------------------------------------------
 
 
-class AnotherWayError(RuntimeError):
+class OtherPathError(RuntimeError):
     """The code took another way than for the whole network."""
 
 
-class Rehearsal(TorchFunctionMode):
+class DryRunMode(TorchFunctionMode):
     """Runs beside the record of the whole network, op by op; notes where shapes or the order of channels differ."""
 
-    def __init__(self, records: list[Record], counts: np.ndarray, device: torch.device, decides: bool) -> None:
+    def __init__(self, records: list[OpRecord], counts: np.ndarray, device: torch.device, decides: bool) -> None:
         super().__init__()
         self.records, self.counts, self.device = records, counts, device
         self.decides = decides  # the code decides by values: it may take another way, or count other rows
         self.strayed = False  # it did, and what comes then cannot be compared
         self.at = 0
-        self.failed: list[Record] = []
+        self.failed: list[OpRecord] = []
         self.agreed: set[int] = set()  # ids of records: the op computed with the numbers it had
-        self.computed: list[Record] = []  # it computed with others
+        self.computed: list[OpRecord] = []  # it computed with others
         self.resting = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.resting:
             return func(*args, **kwargs)
-        name = name_of(func)
+        name = find_op_name(func)
         if name in COMPOSITE or name in DECOMPOSED:
-            with self, unchecked():
+            with self, skip_override_checks():
                 return DECOMPOSED.get(name, func)(*args, **kwargs)
         try:
-            result = run(func, name, args, kwargs)
+            result = run_op(func, name, args, kwargs)
         except Exception as error:
             return self.instead(self.next(name, error))
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         if not outputs:
             return result
         record = self.next(name, None)
-        self.compare(record, numbers(name, tree_leaves((args, kwargs))))
+        self.compare(record, collect_numbers(name, tree_leaves((args, kwargs))))
         wanted = self.expected(record)
         if self.decides and wanted is not None and self.other_rows(outputs, record, wanted):
-            raise AnotherWayError(f"{name}: other rows than for the whole network")
+            raise OtherPathError(f"{name}: other rows than for the whole network")
         if wanted is None or [tuple(x.shape) for x in outputs] != [w.shape for w in wanted]:
             return self.instead(record)
         if record.moves and not self.same_order(func, name, args, kwargs, record, wanted):
             return self.instead(record)
         return result
 
-    def next(self, name: str, error: Exception | None) -> Record:
+    def next(self, name: str, error: Exception | None) -> OpRecord:
         if self.at >= len(self.records) or self.records[self.at].name != name:
-            raise AnotherWayError(f"{name}: the code took another way than for the whole network") from error
+            raise OtherPathError(f"{name}: the code took another way than for the whole network") from error
         self.at += 1
         return self.records[self.at - 1]
 
-    def compare(self, record: Record, found: tuple[float, ...]) -> None:
+    def compare(self, record: OpRecord, found: tuple[float, ...]) -> None:
         """A number that is another one than before was made of a width."""
         if found == record.numbers or any(x != x for x in record.numbers):
             self.agreed.add(id(record))
         else:
             self.computed.append(record)
 
-    def other_rows(self, outputs: list[Tensor], record: Record, wanted: list[Labels]) -> bool:
+    def other_rows(self, outputs: list[Tensor], record: OpRecord, wanted: list[Labels]) -> bool:
         """Shapes that differ along axes without channels."""
         for x, labels, kept in zip(outputs, record.out, wanted, strict=False):
             if x.dim() == len(kept.shape):
@@ -202,17 +212,21 @@ class Rehearsal(TorchFunctionMode):
                     return True
         return False
 
-    def expected(self, record: Record) -> list[Labels] | None:
+    def expected(self, record: OpRecord) -> list[Labels] | None:
         """The labels that should come out; None where they fill no box."""
         found = []
         for labels, shape in zip(record.out, record.shapes, strict=True):
-            kept = compact(labels, self.counts) if labels is not None else Labels(torch.zeros([1] * len(shape)), shape)
+            kept = (
+                resize_labels(labels, self.counts)
+                if labels is not None
+                else Labels(torch.zeros([1] * len(shape)), shape)
+            )
             if kept is None:
                 return None
             found.append(kept)
         return found
 
-    def instead(self, record: Record) -> Any:
+    def instead(self, record: OpRecord) -> Any:
         """Note the failure and go on with what should have come out."""
         self.failed.append(record)
         wanted = self.expected(record)
@@ -220,24 +234,24 @@ class Rehearsal(TorchFunctionMode):
         fakes = [torch.zeros(next(shapes), dtype=t, device=self.device) if t else None for t in record.dtypes]
         return tree_unflatten(fakes, record.spec)
 
-    def same_order(self, func: Any, name: str, args: Any, kwargs: Any, record: Record, wanted: list[Labels]) -> bool:
+    def same_order(self, func: Any, name: str, args: Any, kwargs: Any, record: OpRecord, wanted: list[Labels]) -> bool:
         leaves, spec = tree_flatten((args, kwargs))
         places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor)]
         if any(not leaves[k].is_floating_point() for k in places):
             return True  # picked by numbers that are not known here: the check on real numbers decides
         given = []
         for k, labels in zip(places, record.given, strict=True):
-            kept = compact(labels, self.counts) if labels is not None else _opaque(leaves[k])
+            kept = resize_labels(labels, self.counts) if labels is not None else _opaque(leaves[k])
             if kept is None or kept.shape != tuple(leaves[k].shape):
                 return False
             given.append(kept)
         if name in RESHAPES:
-            return _same(reshaped(given[0], wanted[0].shape), wanted[0])
+            return _same(reshape_labels(given[0], wanted[0].shape), wanted[0])
         for k, x in zip(places, given, strict=True):
             leaves[k] = x.full()
         try:
             again, keywords = tree_unflatten(leaves, spec)
-            moved = [settle(x) for x in tree_leaves(func(*again, **keywords)) if isinstance(x, Tensor)]
+            moved = [compress_labels(x) for x in tree_leaves(func(*again, **keywords)) if isinstance(x, Tensor)]
         except (RuntimeError, TypeError, NotImplementedError):
             return True  # an op that takes no integers (im2col): its shape agrees, real numbers decide
         return all(_same(a, b) for a, b in zip(moved, wanted, strict=True))
@@ -253,21 +267,21 @@ def _same(a: Labels, b: Labels) -> bool:
     return torch.equal(a.core, b.core) if a.core.shape == b.core.shape else torch.equal(a.full(), b.full())
 
 
-def rehearse(
+def compare_ops(
     twin: nn.Module,
     inputs: Any,
-    records: list[Record],
+    records: list[OpRecord],
     counts: np.ndarray,
     emptied: Collection[str],
     decides: bool = False,
-) -> Rehearsal:
+) -> DryRunMode:
     """Run ``twin`` beside the record, in the mode it is in; ``failed`` holds the ops that went wrong.
 
     ``emptied``: layers that are gone only now; what was left of others before is code that is in the record.
     ``decides``: the code decides by values. Where another way was taken, ``strayed``, the last of ``failed`` is there.
     """
     device = next((x.device for x in tree_leaves(inputs) if isinstance(x, Tensor)), torch.device("cpu"))
-    mode = Rehearsal(records, counts, device, decides)
+    mode = DryRunMode(records, counts, device, decides)
 
     def rest(module: nn.Module, args: Any) -> None:
         mode.resting = True
@@ -277,16 +291,16 @@ def rehearse(
 
     handles = []
     for name, module in twin.named_modules():
-        if isinstance(module, Scatter) or (isinstance(module, Nothing) and name in emptied):
+        if isinstance(module, Scatter) or (isinstance(module, ZeroLayer) and name in emptied):
             handles.append(module.register_forward_pre_hook(rest))
             handles.append(module.register_forward_hook(work))
     try:
         with mode:
-            call(twin, inputs)
+            call_model(twin, inputs)
         if decides and mode.at < len(records):
-            raise AnotherWayError("the code was done earlier than for the whole network")
+            raise OtherPathError("the code was done earlier than for the whole network")
     except Exception as error:  # the user's own check of a size, between two ops
-        mode.strayed = decides and isinstance(error, AnotherWayError)
+        mode.strayed = decides and isinstance(error, OtherPathError)
         mode.failed.append(records[min(mode.at, len(records) - 1)])
     finally:
         for h in handles:

@@ -15,16 +15,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from sosp.core.batches import call
-from sosp.core.borrow import check_network, refuse_uninitialised
-from sosp.core.layers import is_norm
+from sosp.core.batches import call_model
+from sosp.core.borrowed_model import check_network, refuse_uninitialised
+from sosp.core.layer_types import is_norm
 from sosp.errors import StructureError
-from sosp.graph.channels import OPAQUE, ZERO, Cut, FixedAxis, Graph, Ids, Pin, components, pair_modes
-from sosp.graph.control_flow import PathWarning, pin_other_ways, unseen, users_level, warning
+from sosp.graph.channels import OPAQUE, ZERO, FixedAxis, Graph, Ids, ModuleCall, Pin, find_components, pair_modes
+from sosp.graph.control_flow import (
+    PathWarning,
+    count_library_frames,
+    find_unused_modules,
+    format_path_warning,
+    pin_other_paths,
+)
 from sosp.graph.dry_run import fit_layout
-from sosp.graph.layout import Layout, Style, solve
-from sosp.graph.meta import few, meta_copy, on_device, quiet, refuse_kept, tensors_of
-from sosp.graph.ops import returned_at
+from sosp.graph.layout import Layout, LayoutStyle, solve_layout
+from sosp.graph.meta_copies import (
+    clone_inputs,
+    copy_to_meta,
+    isolate_forward,
+    list_tensors,
+    refuse_kept_tensors,
+    shorten_example,
+)
+from sosp.graph.ops import find_return_line
 from sosp.graph.tracer import Tracer
 
 MODES = ("eval", "train")
@@ -32,7 +45,7 @@ REAL = 8  # rows that are run with real numbers, as many as show which layers th
 
 
 @dataclass(frozen=True)
-class Pinned:
+class PinnedLayers:
     """Channels that cannot be dropped from where they flow, and the line of the user's code that is why."""
 
     layers: tuple[str, ...]  # whose output it is
@@ -45,7 +58,7 @@ class Pinned:
 
 
 @dataclass(frozen=True)
-class Stream:
+class ChannelStream:
     """Channels that flow together: all that is added, multiplied or normalised place by place."""
 
     width: int
@@ -99,17 +112,17 @@ class Flow:
 
     def warn(self) -> None:
         """Warn where the code decides by values which layers run."""
-        text = warning(self.graph.decisions, self.unseen)
+        text = format_path_warning(self.graph.decisions, self.unseen)
         if text is not None:
-            warnings.warn(text, PathWarning, stacklevel=users_level())
+            warnings.warn(text, PathWarning, stacklevel=count_library_frames())
 
     def _idle(self, pins: Ids) -> Ids:
         """What layers compute that no output needs, kept by the code in its own way: a probe, an auxiliary loss."""
-        unneeded = solve(self.graph, self.classes, pins, (), {}, Style()).emptied
+        unneeded = solve_layout(self.graph, self.classes, pins, (), {}, LayoutStyle()).emptied
         return np.concatenate([pins[:0], *(d.out for d in self.graph.dense.values() if d.weight in unneeded)])
 
     @property
-    def pinned(self) -> list[Pinned]:
+    def pinned(self) -> list[PinnedLayers]:
         """What cannot be dropped, one entry per line of code."""
         outputs, rows = self._outputs(), _calls(self)
         found: dict[tuple[str, str, str], set[str]] = {}
@@ -120,7 +133,9 @@ class Flow:
             layers |= {n for n, cut in rows.items() if held[self.classes[cut.given]].any()}
             found.setdefault((pin.op, pin.where, pin.why), set()).update(layers)
         order = {n: i for i, n in enumerate(outputs)}
-        return [Pinned(tuple(sorted(layers, key=order.__getitem__)), *key) for key, layers in found.items() if layers]
+        return [
+            PinnedLayers(tuple(sorted(layers, key=order.__getitem__)), *key) for key, layers in found.items() if layers
+        ]
 
     def _outputs(self) -> dict[str, np.ndarray]:
         """Layer -> the classes of its output channels, as it computes them and once they have left its own norm."""
@@ -134,7 +149,7 @@ class Flow:
         return found
 
     @property
-    def behind(self) -> dict[str, Cut]:
+    def behind(self) -> dict[str, ModuleCall]:
         """Layer -> the norm whose input is its output."""
         by_input = {
             tuple(c.through.tolist()): c for cuts in self.graph.calls.values() for c in cuts if c.through is not None
@@ -146,7 +161,7 @@ class Flow:
         }
 
     @property
-    def streams(self) -> list[Stream]:
+    def streams(self) -> list[ChannelStream]:
         """The streams, in the order of the network."""
         together = self.graph.classes([(c.into, c.out) for cuts in self.graph.calls.values() for c in cuts])
         held = np.unique(together[self.pins])
@@ -154,7 +169,7 @@ class Flow:
         widths: dict[int, np.ndarray] = {}
         # Channels of one tensor belong to one stream: number it by the smallest class in it.
         blocks = [np.unique(together[d.out]) for d in self.graph.dense.values()]
-        stream = components(
+        stream = find_components(
             self.graph.count,
             np.concatenate([np.full(len(b), b[0]) for b in blocks] or [np.zeros(0, dtype=int)]),
             np.concatenate(blocks or [np.zeros(0, dtype=int)]),
@@ -167,7 +182,7 @@ class Flow:
             for key in {int(k) for into in d.into for k in stream[together[into]]} & set(members):
                 members[key][1].append(d.module or d.weight)
         return [
-            Stream(len(widths[k]), tuple(p), tuple(c), int(np.isin(widths[k], held).sum()))
+            ChannelStream(len(widths[k]), tuple(p), tuple(c), int(np.isin(widths[k], held).sum()))
             for k, (p, c) in members.items()
         ]
 
@@ -249,9 +264,9 @@ class Flow:
         read = np.concatenate([np.zeros(0, dtype=int), *(into for d in self.graph.dense.values() for into in d.into)])
         return read[~zero[read]]
 
-    def layout(self, removed: Mapping[str, np.ndarray], style: Style | None = None) -> Layout:
+    def layout(self, removed: Mapping[str, np.ndarray], style: LayoutStyle | None = None) -> Layout:
         """What stays when these module outputs are set to zero."""
-        return solve(self.graph, self.classes, self.pins, self.fixed, removed, style or Style())
+        return solve_layout(self.graph, self.classes, self.pins, self.fixed, removed, style or LayoutStyle())
 
 
 def trace(model: nn.Module, example: Any) -> Flow:
@@ -260,35 +275,35 @@ def trace(model: nn.Module, example: Any) -> Flow:
     Nothing is computed: it runs on the meta device, in the user's own code. Then a network with many channels gone is
     tried out there, to find the sizes that the code itself fixes.
     """
-    return learn_pins(follow(model, example))
+    return learn_pins(follow_channels(model, example))
 
 
 def learn_pins(flow: Flow) -> Flow:
     """Return the flow with the widths that the code fixes, as trying out large removals shows them."""
     if not flow.learned:
-        for removed in _many(flow):
+        for removed in _build_trial_masks(flow):
             flow = fit_layout(flow, removed).flow
     return flow
 
 
-def follow(model: nn.Module, example: Any) -> Flow:
+def follow_channels(model: nn.Module, example: Any) -> Flow:
     """``trace`` without trying anything out: for a mask at hand, which will be tried out itself."""
     check_network(model)
     refuse_uninitialised(model)
     try:
-        return _trace(model, few(example), real=False)
+        return _trace(model, shorten_example(example), real=False)
     except Exception:  # code that looks at values, or at tensors that are no buffers: run it with real numbers
         try:
-            return _trace(model, few(example, REAL), real=True)
+            return _trace(model, shorten_example(example, REAL), real=True)
         except StructureError:
             raise
         except Exception as error:  # it cannot even be copied
-            refuse_kept(model)
+            refuse_kept_tensors(model)
             raise StructureError(f"the network cannot be followed: {type(error).__name__}: {error}") from error
 
 
 def _trace(model: nn.Module, inputs: Any, real: bool) -> Flow:
-    twin = copy.deepcopy(model) if real else meta_copy(model)
+    twin = copy.deepcopy(model) if real else copy_to_meta(model)
     values = {n: b for n, b in model.named_buffers() if not b.is_floating_point()}
     graph = Graph()
     untraced: dict[str, str] = {}
@@ -305,15 +320,15 @@ def _trace(model: nn.Module, inputs: Any, real: bool) -> Flow:
                 raise
             untraced[mode] = f"{type(error).__name__}: {error}"
     _norms_called_twice(graph)
-    absent = unseen(twin, graph)
-    pin_other_ways(graph, absent)
+    absent = find_unused_modules(twin, graph)
+    pin_other_paths(graph, absent)
     norms = frozenset(n for n in graph.calls if is_norm(model.get_submodule(n)))
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    kept = (model, inputs) if real else (twin, on_device(inputs, real=False))
+    kept = (model, inputs) if real else (twin, clone_inputs(inputs, real=False))
     return Flow(graph, graph.classes(), shapes, untraced, real, norms, absent, *kept, pair_modes(graph))
 
 
-def _many(flow: Flow) -> list[dict[str, np.ndarray]]:
+def _build_trial_masks(flow: Flow) -> list[dict[str, np.ndarray]]:
     """Masks for trying out: of every layer the first third (whole heads, whole branches) and half of the rest; then
     every other channel (of every head, of every group); then the first place along an axis that a view made of them."""
     generator = np.random.default_rng(0)
@@ -327,7 +342,7 @@ def _many(flow: Flow) -> list[dict[str, np.ndarray]]:
     return [first, second, *_slices(flow)]
 
 
-def _calls(flow: Flow) -> dict[str, Cut]:
+def _calls(flow: Flow) -> dict[str, ModuleCall]:
     """Layer -> its first call."""
     calls = {d.module: flow.graph.calls.get(d.module, [])[:1] for d in flow.graph.dense.values()}
     return {name: cut for name, cuts in calls.items() for cut in cuts}
@@ -349,19 +364,21 @@ def _slices(flow: Flow) -> Iterator[dict[str, np.ndarray]]:
 def _pass(twin: nn.Module, inputs: Any, mode: str, graph: Graph, values: Mapping[str, Tensor], real: bool) -> None:
     """One forward pass in one mode."""
     twin.train(mode == "train")
-    given = on_device(inputs, real)
+    given = clone_inputs(inputs, real)
     tracer = Tracer(twin, graph, mode, dict(values), given, real)
-    with quiet(), tracer.hooked(), tracer:
-        outputs = call(twin, given)
-    tracer.strangers(tensors_of(outputs))
-    for x in tensors_of(outputs):
-        tracer.book.pin_tensor(x, "return", "the model returns it", returned_at(twin, tracer.frame))
+    with isolate_forward(), tracer.hooked(), tracer:
+        outputs = call_model(twin, given)
+    tracer.strangers(list_tensors(outputs))
+    for x in list_tensors(outputs):
+        tracer.book.pin_tensor(x, "return", "the model returns it", find_return_line(twin, tracer.frame))
 
 
 def _norms_called_twice(graph: Graph) -> None:
     """A norm that a pass calls more than once sees several tensors: a zero in one says nothing of the others."""
     seen = Counter((c.module, c.mode) for cuts in graph.calls.values() for c in cuts)
     twice = {module for (module, _), times in seen.items() if times > 1}
-    graph.steps = [replace(s, through=None) if isinstance(s, Cut) and s.module in twice else s for s in graph.steps]
+    graph.steps = [
+        replace(s, through=None) if isinstance(s, ModuleCall) and s.module in twice else s for s in graph.steps
+    ]
     for name in twice:
         graph.calls[name] = [replace(c, through=None) for c in graph.calls[name]]

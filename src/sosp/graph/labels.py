@@ -71,7 +71,7 @@ MOVES = frozenset(
         "unfold",
     ]
 )
-SAME = frozenset(["contiguous", "clone", "detach", "alias", "requires_grad_", "positive", "__pos__"])
+IDENTITY_OPS = frozenset(["contiguous", "clone", "detach", "alias", "requires_grad_", "positive", "__pos__"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,14 +102,14 @@ class Labels:
         return np.unique(self.core.numpy())
 
 
-def vector(labels: np.ndarray, axis: int, shape: Sequence[int]) -> Labels:
+def label_axis(labels: np.ndarray, axis: int, shape: Sequence[int]) -> Labels:
     """Labels that change along one axis."""
     sizes = [1] * len(shape)
     sizes[axis % len(shape)] = len(labels)
     return Labels(torch.from_numpy(np.ascontiguousarray(labels)).view(sizes), tuple(shape))
 
 
-def settle(full: Tensor) -> Labels:
+def compress_labels(full: Tensor) -> Labels:
     """Find the axes along which a full array of labels repeats itself."""
     shape = tuple(full.shape)
     core = full
@@ -121,7 +121,7 @@ def settle(full: Tensor) -> Labels:
     return Labels(core.clone() if core.numel() < full.numel() else core, shape)
 
 
-def reshaped(labels: Labels, shape: tuple[int, ...]) -> Labels:
+def reshape_labels(labels: Labels, shape: tuple[int, ...]) -> Labels:
     """The same elements in another shape. Axes that do not mix with labelled ones are never spread out."""
     spread: list[int] = []
     sizes: list[int] = []
@@ -129,7 +129,7 @@ def reshaped(labels: Labels, shape: tuple[int, ...]) -> Labels:
         varies = any(labels.core.shape[d] > 1 for d in ours)
         spread += [labels.shape[d] if varies else 1 for d in ours]
         sizes += [shape[d] if varies else 1 for d in theirs]
-    found = settle(labels.core.expand(spread).reshape(sizes))
+    found = compress_labels(labels.core.expand(spread).reshape(sizes))
     return Labels(found.core, shape)
 
 
@@ -152,7 +152,7 @@ def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[range
     return found
 
 
-def indices(labels: Labels, counts: np.ndarray) -> list[np.ndarray] | None:
+def find_kept_indices(labels: Labels, counts: np.ndarray) -> list[np.ndarray] | None:
     """Which positions stay along every axis, when label v occurs ``counts[v]`` times; None where that is no box."""
     core = labels.core.numpy()
     wanted = counts[core]
@@ -176,9 +176,9 @@ def indices(labels: Labels, counts: np.ndarray) -> list[np.ndarray] | None:
     return picks
 
 
-def compact(labels: Labels, counts: np.ndarray) -> Labels | None:
+def resize_labels(labels: Labels, counts: np.ndarray) -> Labels | None:
     """The labels that stay, when label v occurs ``counts[v]`` times."""
-    picks = indices(labels, counts)
+    picks = find_kept_indices(labels, counts)
     if picks is None:
         return None
     core = labels.core
@@ -187,10 +187,12 @@ def compact(labels: Labels, counts: np.ndarray) -> Labels | None:
     return Labels(core, tuple(len(p) for p in picks))
 
 
-def moved(name: str, call: Callable[..., object], given: list[Labels], shapes: list[tuple[int, ...]]) -> list[Labels]:
+def move_labels(
+    name: str, call: Callable[..., object], given: list[Labels], shapes: list[tuple[int, ...]]
+) -> list[Labels]:
     """The labels behind an op that rearranges elements; ``call`` runs it on label arrays."""
     if name in RESHAPES:
-        return [reshaped(given[0], shapes[0])]
+        return [reshape_labels(given[0], shapes[0])]
     result = call(*[x.full() for x in given])
     outputs = [result] if isinstance(result, Tensor) else list(result)  # type: ignore[call-overload]
-    return [settle(x) for x in outputs]
+    return [compress_labels(x) for x in outputs]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from sosp.core.batches import call
-from sosp.core.borrow import home, refuse_uninitialised, same_state
-from sosp.errors import ArgumentError, StructureError, whole_number
+from sosp.core.batches import call_model
+from sosp.core.borrowed_model import find_device, preserve_state, refuse_uninitialised
+from sosp.errors import ArgumentError, StructureError, check_whole_number
 
 
 @dataclass(frozen=True)
@@ -60,25 +60,25 @@ def latency(
         ArgumentError: If an argument has a wrong value.
         StructureError: If a network does not run on the example.
     """
-    whole_number("runs", runs)
-    whole_number("warmup", warmup, least=0)
+    check_whole_number("runs", runs)
+    check_whole_number("warmup", warmup, least=0)
     models = dict(model) if isinstance(model, Mapping) else {"": model}
     if not models or not all(isinstance(m, nn.Module) for m in models.values()):
         raise ArgumentError("latency takes a module, or a dict of names and modules.")
-    where = _device(device) if device is not None else home(next(iter(models.values())))
+    where = _device(device) if device is not None else find_device(next(iter(models.values())))
     if where.type == "cuda":
         where = torch.empty(0, device=where).device  # with its number
     for m in models.values():
         refuse_uninitialised(m)
-    calls = {name: _prepared(m, example, where) for name, m in models.items()}
+    calls = {name: _prepare_call(m, example, where) for name, m in models.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     with ExitStack() as stack:
         for m in models.values():
-            stack.enter_context(same_state(m))
+            stack.enter_context(preserve_state(m))
         stack.enter_context(torch.inference_mode())
         for run in range(warmup + runs):
             for name, once in calls.items():
-                seconds = _tried(name, once, example)
+                seconds = _run_checked(name, once, example)
                 if run >= warmup:
                     times[name].append(seconds)
     found = {name: _summary(t, str(where)) for name, t in times.items()}
@@ -92,15 +92,15 @@ def _device(device: Any) -> torch.device:
         raise ArgumentError(f"device={device!r} is no device: {str(error).splitlines()[0]}") from error
 
 
-def _prepared(model: nn.Module, example: Any, where: torch.device) -> Callable[[], float]:
+def _prepare_call(model: nn.Module, example: Any, where: torch.device) -> Callable[[], float]:
     """One timed call, of the model itself if it is there and in eval mode (compiled ones cannot be copied)."""
-    ready = home(model) == where and not any(m.training for m in model.modules())
+    ready = find_device(model) == where and not any(m.training for m in model.modules())
     twin = model if ready else copy.deepcopy(model).eval().to(where)
     inputs = tree_map(lambda x: x.to(where, copy=True) if isinstance(x, Tensor) else x, example)
-    return lambda: (_on_gpu if where.type == "cuda" else _on_cpu)(lambda: call(twin, inputs))
+    return lambda: (_on_gpu if where.type == "cuda" else _on_cpu)(lambda: call_model(twin, inputs))
 
 
-def _tried(name: str, once: Callable[[], float], example: Any) -> float:
+def _run_checked(name: str, once: Callable[[], float], example: Any) -> float:
     try:
         return once()
     except Exception as error:

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sosp.errors import one_of, whole_number
-from sosp.graph.channels import Cut, Dense, FixedAxis, Graph, Ids
+from sosp.errors import check_choice, check_whole_number
+from sosp.graph.channels import DenseWeight, FixedAxis, Graph, Ids, ModuleCall
 
 JOINS = ("scatter", "zeros")
 
 
 @dataclass(frozen=True)
-class Style:
+class LayoutStyle:
     """How a network is laid out where there is a choice."""
 
     join: str = "scatter"  # a layer with fewer channels than its stream: "scatter" them, or fill up with "zeros"
     round_to: int = 1  # widths of the inputs of layers are multiples of this, where there are enough channels
 
     def __post_init__(self) -> None:
-        one_of("join", self.join, JOINS)
-        whole_number("round_to", self.round_to)
+        check_choice("join", self.join, JOINS)
+        check_whole_number("round_to", self.round_to)
 
 
 @dataclass(frozen=True)
@@ -35,28 +35,28 @@ class Layout:
     emptied: frozenset[str]  # weights of layers that nothing needs any more
     filled: frozenset[str] = frozenset()  # modules that compute their removed channels, with weights of zero
 
-    def zeroed(self, cut: Cut) -> bool:
+    def zeroed(self, cut: ModuleCall) -> bool:
         """What leaves here is zero by its weights; nothing has to be put there."""
         return cut.module in self.filled
 
 
-def whole(count: int) -> Layout:
+def make_full_layout(count: int) -> Layout:
     """Everything stays."""
     ones = np.ones(count, dtype=np.int64)
     return Layout(ones, ones == 0, ones == 1, frozenset())
 
 
-def solve(
+def solve_layout(
     graph: Graph,
     classes: Ids,
     pinned: Ids,
     fixed: Sequence[FixedAxis],
     removed: Mapping[str, np.ndarray],
-    style: Style,
+    style: LayoutStyle,
 ) -> Layout:
     """Return the layout when ``removed[module]`` (n,) of a module's output channels are set to zero."""
     zero = graph.zeros(dict(removed))
-    work = Needs(graph, classes, fixed, zero, style)
+    work = LayoutSolver(graph, classes, fixed, zero, style)
     work.need(np.array([0, 1]))
     work.need(pinned)
     work.settle()
@@ -70,15 +70,17 @@ def solve(
     return Layout(work.kept[classes].astype(np.int64), zero, needed, work.emptied, filled)
 
 
-class Needs:
+class LayoutSolver:
     """Grow the set of kept classes until every rule holds; it only grows, so the order does not matter."""
 
-    def __init__(self, graph: Graph, classes: Ids, fixed: Sequence[FixedAxis], zero: np.ndarray, style: Style) -> None:
+    def __init__(
+        self, graph: Graph, classes: Ids, fixed: Sequence[FixedAxis], zero: np.ndarray, style: LayoutStyle
+    ) -> None:
         self.graph, self.classes, self.fixed, self.zero, self.style = graph, classes, fixed, zero, style
         self.kept = np.zeros(graph.count, dtype=bool)  # at the class's smallest member
         self.emptied: frozenset[str] = frozenset()
         self.layers = {d.module: d for d in graph.dense.values()}
-        self.cuts = [s for s in reversed(graph.steps) if isinstance(s, Cut)]
+        self.cuts = [s for s in reversed(graph.steps) if isinstance(s, ModuleCall)]
         self.dense = list(reversed(graph.dense.values()))
         self.tensors = list(
             {id(x): x for r in graph.records.values() for op in r for x in op.out if x is not None}.values()
@@ -105,13 +107,13 @@ class Needs:
             for labels, axis in self.fixed:
                 self.whole_axis(labels.core.numpy(), axis)
 
-    def cut(self, cut: Cut) -> None:
+    def cut(self, cut: ModuleCall) -> None:
         """What is kept behind it and not zero must be computed; what is computed and not zero goes on."""
         live = ~self.zero[cut.out]
         self.need(cut.into[self.has(cut.out) & live])
         self.need(cut.out[self.has(cut.into) & live])
 
-    def layer(self, d: Dense) -> None:
+    def layer(self, d: DenseWeight) -> None:
         rows = self.has(d.out).reshape(d.groups, -1)
         if not rows.any() or d.weight in self.emptied or not d.into:
             return
@@ -168,7 +170,7 @@ class Needs:
                     self.need(cut.into[self.has(cut.out)])
         return int(self.kept.sum()) != before
 
-    def fillable(self, cut: Cut) -> bool:
+    def fillable(self, cut: ModuleCall) -> bool:
         """Its weights can be set to zero, and zero weights give zero: a layer, or a norm with a scale and a shift."""
         layer = self.layers.get(cut.module)
         if not self.has(cut.given).any() or not np.array_equal(cut.index, np.arange(len(cut.given))):
@@ -181,7 +183,7 @@ class Needs:
             return layer.narrow and layer.weight not in self.emptied and not (layer.transposed and layer.groups > 1)
         return all(f"{cut.module}.{key}" in self.graph.slices for key in ("weight", "bias"))
 
-    def read_elsewhere(self, module: str, layer: Dense | None) -> bool:
+    def read_elsewhere(self, module: str, layer: DenseWeight | None) -> bool:
         """The code takes its weights by hand as well: there they are no zeros."""
         own = {f"{module}.weight", f"{module}.bias"}
         if layer is not None:

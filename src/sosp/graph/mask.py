@@ -11,10 +11,10 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from sosp.core.borrow import check_network
-from sosp.core.gates import GateHook, along, hook_output, install
-from sosp.core.layers import width_of
-from sosp.errors import ArgumentError, StructureError, nearest
+from sosp.core.borrowed_model import check_network
+from sosp.core.gates import GateHook, align_values, hook_output, install_gates
+from sosp.core.layer_types import find_width
+from sosp.errors import ArgumentError, StructureError, suggest_name
 from sosp.graph.records import Layer, Structures
 from sosp.graph.structures import find_structures
 
@@ -137,7 +137,7 @@ def _indices(layers: Mapping[str, Layer], name: str, channels: Iterable[int] | T
     if name not in layers:
         raise StructureError(
             f"the mask names {name!r}, which is no prunable layer of the model (or is its output layer)."
-            + nearest(name, layers)
+            + suggest_name(name, layers)
         )
     size = layers[name].channels
     if not isinstance(channels, Iterable):
@@ -169,7 +169,7 @@ def check_mask(model: nn.Module, mask: Mask) -> None:
     norms = [n for layer in mask.layers if layer.name in mask.removed for n in layer.norms] + [*mask.norms]
     for name in (*mask.removed, *norms):
         if name not in known:
-            raise StructureError(f"the mask names {name!r}, which this model does not have.{nearest(name, known)}")
+            raise StructureError(f"the mask names {name!r}, which this model does not have.{suggest_name(name, known)}")
     layers = {layer.name: layer for layer in mask.layers}
     for name, channels in mask.removed.items():
         if name not in layers:
@@ -200,14 +200,14 @@ def masked(model: nn.Module, mask: Mask) -> nn.Module:
     twin = copy.deepcopy(model)
     if mask.kind == "weights":
         return _with_zero_weights(twin, mask)
-    install(twin, layers, "features", Zero([(layer.axis, mask.removed[layer.name]) for layer in layers]))
+    install_gates(twin, layers, "features", ZeroChannels([(layer.axis, mask.removed[layer.name]) for layer in layers]))
     for name, channels in mask.norms.items():
-        hook_output(twin.get_submodule(name), GateHook(Zero([(1, channels)]), 0))
+        hook_output(twin.get_submodule(name), GateHook(ZeroChannels([(1, channels)]), 0))
     return twin
 
 
 def _check_width(model: nn.Module, layer: Layer, kind: str) -> None:
-    found = width_of(model, layer.name, kind)
+    found = find_width(model, layer.name, kind)
     if found != layer.channels:
         what = "weights" if kind == "weights" else "channels"
         raise StructureError(
@@ -215,7 +215,7 @@ def _check_width(model: nn.Module, layer: Layer, kind: str) -> None:
         )
 
 
-class Zero:
+class ZeroChannels:
     """Force the removed channels of layer i's output to zero. (A class, so that masked models copy and pickle.)"""
 
     def __init__(self, gone: list[tuple[int, Tensor]]) -> None:
@@ -225,7 +225,7 @@ class Zero:
         axis, channels = self.gone[i]
         gone = torch.zeros(output.shape[axis], dtype=torch.bool, device=output.device)
         gone[channels.to(output.device)] = True
-        return output.masked_fill(along(gone, output.dim(), axis), 0)
+        return output.masked_fill(align_values(gone, output.dim(), axis), 0)
 
 
 class ZeroWeights:

@@ -46,12 +46,12 @@ NUMBERS = frozenset(
 )  # what they give may be computed with
 SIZES = frozenset({"shape", "size", "__len__", "numel", "nelement", "stride"})
 TORCH = str(Path(torch.__file__).parent)
-OURS = str(Path(__file__).parent.parent)
+SOSP_FOLDER = str(Path(__file__).parent.parent)
 
 _names: dict[Any, str] = {}
 
 
-def name_of(func: Callable[..., Any]) -> str:
+def find_op_name(func: Callable[..., Any]) -> str:
     """``relu`` for torch.relu_, Tensor.relu, F.relu; the property's name for a getter."""
     try:
         found = _names.get(func)
@@ -66,29 +66,29 @@ def name_of(func: Callable[..., Any]) -> str:
     return found
 
 
-def numbers(name: str, leaves: Iterable[Any]) -> tuple[float, ...]:
+def collect_numbers(name: str, leaves: Iterable[Any]) -> tuple[float, ...]:
     """The numbers that an op computes with: those with a fraction, and whole ones where they can be no size."""
     whole = name in ARITHMETIC
     return tuple(x for x in leaves if type(x) is float or (whole and type(x) is int))
 
 
-def user_line() -> str:
+def find_user_line() -> str:
     """``file.py:12``: the innermost line that is neither torch's nor ours."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((f"{TORCH}/", OURS, "<")):
+        if not file.startswith((f"{TORCH}/", SOSP_FOLDER, "<")):
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
 
 
-def code_of(model: Any) -> CodeType | None:
+def find_forward_code(model: Any) -> CodeType | None:
     """The code of a network's forward, under what may be wrapped around it."""
     return getattr(inspect.unwrap(getattr(model.forward, "__func__", model.forward)), "__code__", None)
 
 
-def frame_of(code: CodeType | None) -> FrameType | None:
+def find_frame(code: CodeType | None) -> FrameType | None:
     """Where this code runs now."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
@@ -96,23 +96,23 @@ def frame_of(code: CodeType | None) -> FrameType | None:
     return frame
 
 
-def returned_at(model: Any, frame: FrameType | None) -> str:
+def find_return_line(model: Any, frame: FrameType | None) -> str:
     """``file.py:12`` where a network's forward returned; one of torch's own goes by its name."""
-    code = code_of(model)
+    code = find_forward_code(model)
     if code is None or code.co_filename.startswith((f"{TORCH}/", "<")):
         return f"{type(model).__name__}.forward"
     return f"{Path(code.co_filename).name}:{code.co_firstlineno if frame is None else frame.f_lineno}"
 
 
-def from_within() -> bool:
+def is_called_by_torch() -> bool:
     """Torch itself makes this call, to find the shape of what compiled code returns."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(OURS):
+    while frame is not None and frame.f_code.co_filename.startswith(SOSP_FOLDER):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(f"{TORCH}/_")
 
 
-def run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+def run_op(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Call an op. On the meta device torch takes a millisecond to find the shape of a norm: it is its input's."""
     x = args[0] if args else None
     if name not in NORMALISATIONS or not isinstance(x, Tensor) or not x.is_meta:
@@ -130,7 +130,7 @@ def run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 @contextmanager
-def unchecked() -> Iterator[None]:
+def skip_override_checks() -> Iterator[None]:
     """Torch's python functions ask first whether somebody overrides them; a composite one was asked already."""
     functional: Any = F
     before = functional.has_torch_function
@@ -171,7 +171,7 @@ DECOMPOSED: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def arguments(name: str, args: Any, kwargs: Any) -> dict[str, Any]:
+def name_arguments(name: str, args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of a convolution, a linear layer or ``addmm(bias, input, weight)`` by name."""
     if name == "addmm":
         names = ["bias", "input", "weight"]

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sosp.errors import StructureError, one_of
-from sosp.graph.cost import Cost, alternative, cost_of, whole_cost
+from sosp.errors import StructureError, check_choice
+from sosp.graph.cost import Cost, compute_alternative_cost, compute_cost, compute_whole_cost
 from sosp.graph.dry_run import fit_layout
-from sosp.graph.flow import Flow, follow
-from sosp.graph.layout import Layout, Style
+from sosp.graph.flow import Flow, follow_channels
+from sosp.graph.layout import Layout, LayoutStyle
 from sosp.graph.mask import Mask, check_mask
-from sosp.graph.recipe import Recipe, zero_rows
+from sosp.graph.recipe import Recipe, find_zero_rows
 
 CONVENTIONS = ("exact", "alternative")
 
@@ -31,15 +31,15 @@ class Plan:
     cost: Cost
 
 
-def plan_removal(flow: Flow, mask: Mask, style: Style | None = None) -> Plan:
+def plan_removal(flow: Flow, mask: Mask, style: LayoutStyle | None = None) -> Plan:
     """Return the plan to remove the channels of ``mask`` from the network of ``flow``.
 
     Pins that ``flow`` has learned from other removals do not count: whatever this one cannot lose is found again.
     """
     removed = flow.removed(mask.removed, mask.places)
     fit = fit_layout(flow.without_learned(), removed, style)
-    zeroed = zero_rows(flow.network, flow.graph, fit.layout, removed, fit.recipe)
-    return Plan(mask, fit.flow, fit.layout, fit.recipe, zeroed, cost_of(fit.flow, fit.layout))
+    zeroed = find_zero_rows(flow.network, flow.graph, fit.layout, removed, fit.recipe)
+    return Plan(mask, fit.flow, fit.layout, fit.recipe, zeroed, compute_cost(fit.flow, fit.layout))
 
 
 def count(model: nn.Module, example: Any, mask: Mask | None = None, *, convention: str = "exact") -> Cost:
@@ -60,13 +60,13 @@ def count(model: nn.Module, example: Any, mask: Mask | None = None, *, conventio
     Raises:
         StructureError: The network cannot be followed, or the mask is of single weights or of another network.
     """
-    one_of("convention", convention, CONVENTIONS)
-    flow = follow(model, example)
+    check_choice("convention", convention, CONVENTIONS)
+    flow = follow_channels(model, example)
     if mask is None:
-        return whole_cost(flow)
+        return compute_whole_cost(flow)
     check_mask(model, mask)
     if mask.kind == "weights":
         raise StructureError("single weights cannot be cut out of a layer: count a mask of kind='filters'.")
     if convention == "alternative":
-        return alternative(flow, flow.removed(mask.removed, mask.places))
+        return compute_alternative_cost(flow, flow.removed(mask.removed, mask.places))
     return plan_removal(flow, mask).cost

@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sosp.core.layers import is_norm, layer_type
-from sosp.core.scatter import Nothing, Scatter, scatter_output
+from sosp.core.layer_types import find_layer_type, is_norm
+from sosp.core.scatter import Scatter, ZeroLayer, scatter_output
 from sosp.errors import StructureError
-from sosp.graph.channels import Cut, Dense, Graph
+from sosp.graph.channels import DenseWeight, Graph, ModuleCall
 from sosp.graph.layout import Layout
 
-Removed = Mapping[str, np.ndarray]  # module -> (n,) which of its output channels are set to zero
+RemovedChannels = Mapping[str, np.ndarray]  # module -> (n,) which of its output channels are set to zero
 
 
 @dataclass(frozen=True)
-class Placing:
+class ScatterIndex:
     """A scatter behind a module: place j takes channel ``index[j]``, or zero for -1."""
 
     index: Tensor
@@ -36,7 +36,7 @@ class Recipe:
     slices: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)  # tensor -> axis -> what stays
     grouped: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # weight -> rows (R,), columns (R, c)
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # module -> attribute -> value
-    scatters: Mapping[str, Placing | None] = field(default_factory=dict)  # module -> behind it; None takes it away
+    scatters: Mapping[str, ScatterIndex | None] = field(default_factory=dict)  # module -> behind it; None takes it away
     emptied: tuple[str, ...] = ()  # layers of which nothing is left
     passed: tuple[str, ...] = ()  # norms of which nothing is left
 
@@ -44,15 +44,15 @@ class Recipe:
 # working it out ------------------------------------------------------------------------------------------------------
 
 
-def write_recipe(model: nn.Module, graph: Graph, layout: Layout, removed: Removed) -> Recipe:
+def write_recipe(model: nn.Module, graph: Graph, layout: Layout, removed: RemovedChannels) -> Recipe:
     """All indices of the surgery."""
     counts = layout.counts
     slices: dict[str, dict[int, Tensor]] = {}
     grouped: dict[str, tuple[Tensor, Tensor]] = {}
     sizes: dict[str, dict[str, int]] = {}
-    scatters: dict[str, Placing | None] = {}
+    scatters: dict[str, ScatterIndex | None] = {}
     emptied = tuple(d.module for d in graph.dense.values() if d.weight in layout.emptied)
-    passed = tuple(n for n in graph.calls if _passed(model, graph, layout, n))
+    passed = tuple(n for n in graph.calls if _is_unneeded_norm(model, graph, layout, n))
     gone = tuple(f"{n}." for n in (*emptied, *passed))
     for s in graph.slices.values():
         if s.name not in graph.dense and not (gone and s.name.startswith(gone)):
@@ -62,7 +62,7 @@ def write_recipe(model: nn.Module, graph: Graph, layout: Layout, removed: Remove
             _weight(model, d, counts, slices, grouped, sizes)
             continue
         layer: Any = model.get_submodule(d.module)
-        kind = layer_type(layer)
+        kind = find_layer_type(layer)
         if kind is not None:  # emptied, or its weight is computed: the code may ask it for its width
             _size(sizes, d.module, layer, kind.sizes[0], int(counts[d.out].sum()))
     for name, cuts in graph.calls.items():
@@ -81,12 +81,12 @@ def write_recipe(model: nn.Module, graph: Graph, layout: Layout, removed: Remove
     return Recipe({n: a for n, a in slices.items() if a}, grouped, sizes, scatters, emptied, passed)
 
 
-def _passed(model: nn.Module, graph: Graph, layout: Layout, name: str) -> bool:
+def _is_unneeded_norm(model: nn.Module, graph: Graph, layout: Layout, name: str) -> bool:
     """A norm that nothing needs any more."""
     return is_norm(model.get_submodule(name)) and not layout.needed[graph.calls[name][0].given].any()
 
 
-def stay(counts: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def find_kept_positions(counts: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Which places of ``ids`` stay, in order; some several times in a widened network.
 
     Neighbours with one number are pixels of one channel, flattened: a copy of the channel stands behind all of them.
@@ -100,7 +100,7 @@ def stay(counts: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 def _keep(slices: dict[str, dict[int, Tensor]], name: str, axis: int, counts: np.ndarray, ids: np.ndarray) -> None:
     if (counts[ids] != 1).any():
-        slices.setdefault(name, {})[axis] = torch.from_numpy(stay(counts, ids))
+        slices.setdefault(name, {})[axis] = torch.from_numpy(find_kept_positions(counts, ids))
 
 
 def _size(sizes: dict[str, dict[str, int]], name: str, module: Any, attribute: str, value: int) -> None:
@@ -108,7 +108,7 @@ def _size(sizes: dict[str, dict[str, int]], name: str, module: Any, attribute: s
         sizes.setdefault(name, {})[attribute] = value
 
 
-def _weight(model: nn.Module, d: Dense, counts: np.ndarray, slices: Any, grouped: Any, sizes: Any) -> None:
+def _weight(model: nn.Module, d: DenseWeight, counts: np.ndarray, slices: Any, grouped: Any, sizes: Any) -> None:
     """The rows and columns of a layer's weight, and the widths it states."""
     if (counts[d.out] == 1).all() and (counts[d.into[0]] == 1).all():
         return
@@ -119,7 +119,7 @@ def _weight(model: nn.Module, d: Dense, counts: np.ndarray, slices: Any, grouped
     else:
         grouped[d.weight], groups = _in_groups(d, counts)
     module: Any = model.get_submodule(d.module) if d.module else None
-    kind = layer_type(module) if module is not None else None
+    kind = find_layer_type(module) if module is not None else None
     if kind is not None:
         widths = (int(counts[d.out].sum()), int(counts[d.into[0]].sum()))
         for attribute, value in (
@@ -129,12 +129,12 @@ def _weight(model: nn.Module, d: Dense, counts: np.ndarray, slices: Any, grouped
             _size(sizes, d.module, module, attribute, value)
 
 
-def _in_groups(d: Dense, counts: np.ndarray) -> tuple[tuple[Tensor, Tensor], int]:
+def _in_groups(d: DenseWeight, counts: np.ndarray) -> tuple[tuple[Tensor, Tensor], int]:
     """The weight of a grouped convolution: (out, in / groups, ...), or (in, out / groups, ...) when transposed."""
     first, second = (d.into[0], d.out) if d.transposed else (d.out, d.into[0])
     first, second = first.reshape(d.groups, -1), second.reshape(d.groups, -1)
-    rows = [g * first.shape[1] + stay(counts, ids) for g, ids in enumerate(first)]
-    columns = [np.tile(stay(counts, second[g]), (len(r), 1)) for g, r in enumerate(rows) if len(r)]
+    rows = [g * first.shape[1] + find_kept_positions(counts, ids) for g, ids in enumerate(first)]
+    columns = [np.tile(find_kept_positions(counts, second[g]), (len(r), 1)) for g, r in enumerate(rows) if len(r)]
     groups = len(columns)
     if d.groups == len(d.into[0]):  # one channel per group: a copy of it is a group of its own
         groups = int(counts[d.into[0]].sum())
@@ -142,23 +142,23 @@ def _in_groups(d: Dense, counts: np.ndarray) -> tuple[tuple[Tensor, Tensor], int
     return (torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(columns))), groups
 
 
-def _placing(cuts: list[Cut], layout: Layout, removed: np.ndarray | None) -> Placing | None:
+def _placing(cuts: list[ModuleCall], layout: Layout, removed: np.ndarray | None) -> ScatterIndex | None:
     """Where the channels that a module still computes go among those that leave it; None where they are the same."""
     cut, counts = cuts[0], layout.counts
     if counts.max(initial=1) > 1:
         return _placing_wide(cut, counts)
-    computed = stay(counts, cut.given)
+    computed = find_kept_positions(counts, cut.given)
     place = np.full(len(cut.given) + 1, -1)
     place[computed] = np.arange(len(computed))
     place[-1] = -1
-    zero = np.zeros(len(cut.out), dtype=bool) if layout.zeroed(cut) else forced(cuts, layout, removed)
-    index = np.where(zero, -1, place[cut.index])[stay(counts, cut.out)]
+    zero = np.zeros(len(cut.out), dtype=bool) if layout.zeroed(cut) else find_forced_zeros(cuts, layout, removed)
+    index = np.where(zero, -1, place[cut.index])[find_kept_positions(counts, cut.out)]
     if np.array_equal(index, np.arange(len(computed))):
         return None
-    return Placing(torch.from_numpy(index), cut.axis, len(computed))
+    return ScatterIndex(torch.from_numpy(index), cut.axis, len(computed))
 
 
-def _placing_wide(cut: Cut, counts: np.ndarray) -> Placing | None:
+def _placing_wide(cut: ModuleCall, counts: np.ndarray) -> ScatterIndex | None:
     """The same for a widened network: copy k of an output takes copy k of the channel it comes from."""
     times = counts[cut.given]
     starts = np.cumsum(times) - times
@@ -166,16 +166,16 @@ def _placing_wide(cut: Cut, counts: np.ndarray) -> Placing | None:
     index = np.concatenate([np.full(m, -1) if j < 0 else starts[j] + np.arange(m) for j, m in pairs])
     if np.array_equal(index, np.arange(times.sum())):
         return None
-    return Placing(torch.from_numpy(index), cut.axis, int(times.sum()))
+    return ScatterIndex(torch.from_numpy(index), cut.axis, int(times.sum()))
 
 
-def forced(cuts: list[Cut], layout: Layout, removed: np.ndarray | None) -> np.ndarray:
+def find_forced_zeros(cuts: list[ModuleCall], layout: Layout, removed: np.ndarray | None) -> np.ndarray:
     """(m,) what a module's output is set to zero in, in all of its calls."""
     return np.logical_and.reduce([c.forced(removed, layout.zero) for c in cuts])
 
 
-def zero_rows(
-    model: nn.Module, graph: Graph, layout: Layout, removed: Removed, recipe: Recipe
+def find_zero_rows(
+    model: nn.Module, graph: Graph, layout: Layout, removed: RemovedChannels, recipe: Recipe
 ) -> dict[str, tuple[int, Tensor]]:
     """Return parameter -> axis and rows to set to zero: channels that are removed but computed (``join="zeros"``)."""
     found: dict[str, tuple[int, Tensor]] = {}
@@ -183,9 +183,9 @@ def zero_rows(
     for name, cuts in graph.calls.items():
         cut = cuts[0]
         if layout.zeroed(cut) and name not in gone:
-            zero = forced(cuts, layout, removed.get(name))[stay(layout.counts, cut.given)]
+            zero = find_forced_zeros(cuts, layout, removed.get(name))[find_kept_positions(layout.counts, cut.given)]
             module: Any = model.get_submodule(name)
-            kind = layer_type(module)
+            kind = find_layer_type(module)
             rows = torch.from_numpy(np.flatnonzero(zero))
             for key, axis in (("weight", kind.weight_axis if kind else 0), ("bias", 0)):
                 if len(rows) and module._parameters.get(key) is not None:
@@ -196,7 +196,7 @@ def zero_rows(
 # carrying it out ------------------------------------------------------------------------------------------------------
 
 
-def apply(model: nn.Module, recipe: Recipe) -> None:
+def apply_recipe(model: nn.Module, recipe: Recipe) -> None:
     """Do it, in place."""
     owners = _owners(model)
     home = next((x.device for x in itertools.chain(model.parameters(), model.buffers())), torch.device("cpu"))
@@ -215,12 +215,12 @@ def apply(model: nn.Module, recipe: Recipe) -> None:
             setattr(model.get_submodule(name), key, value)
     for name in recipe.emptied:
         layer = model.get_submodule(name)
-        kind = layer_type(layer)
+        kind = find_layer_type(layer)
         if kind is None:
             raise StructureError(f"{name!r} is no layer that could be emptied.")
-        exchange(model, name, Nothing(layer, kind.channels(layer)))
+        replace_module(model, name, ZeroLayer(layer, kind.channels(layer)))
     for name in recipe.passed:
-        exchange(model, name, nn.Identity())
+        replace_module(model, name, nn.Identity())
     for name, placing in recipe.scatters.items():
         _place(model.get_submodule(name), placing, homes[name])
     for module in model.modules():  # recurrent layers keep their weights in one block of memory
@@ -268,7 +268,7 @@ def _replace(places: list[tuple[dict[str, Any], str]], old: Tensor, new: Tensor)
         store[key] = made
 
 
-def exchange(model: nn.Module, name: str, new: nn.Module) -> None:
+def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
     """Put another module in every place that holds this one; its mode, its hooks and the scatter behind it stay."""
     old = model.get_submodule(name)
     new.train(old.training)
@@ -285,7 +285,7 @@ def _device(module: nn.Module, otherwise: torch.device) -> torch.device:
     return next((x.device for x in itertools.chain(module.parameters(), module.buffers())), otherwise)
 
 
-def _place(module: Any, placing: Placing | None, device: torch.device) -> None:
+def _place(module: Any, placing: ScatterIndex | None, device: torch.device) -> None:
     """Put a scatter behind a module, in place of the one it has; or take that one away."""
     present = "scatter" in module._modules
     if placing is not None:

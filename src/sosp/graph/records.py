@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from sosp.errors import one_of
+from sosp.errors import check_choice
 from sosp.graph.flow import Flow
 
 INPUT, OUTPUT = "<input>", "<output>"  # the two ends of the wiring
@@ -112,8 +112,8 @@ class Saliency:
     scope: str = "global"  # how the method's paper ranks: all structures together, or every layer by itself
 
     def __post_init__(self) -> None:
-        one_of("objective", self.objective, OBJECTIVES)
-        one_of("scope", self.scope, SCOPES)
+        check_choice("objective", self.objective, OBJECTIVES)
+        check_choice("scope", self.scope, SCOPES)
 
     def with_objective(self, objective: str) -> Saliency:
         """Return the same derivatives, ranked by another objective.

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sosp.core.borrow import check_network
-from sosp.core.layers import LAYERS, channel_axis, layer_type
-from sosp.errors import ArgumentError, StructureError, nearest, one_of
-from sosp.graph.flow import Flow, follow
+from sosp.core.borrowed_model import check_network
+from sosp.core.layer_types import LAYERS, find_channel_axis, find_layer_type
+from sosp.errors import ArgumentError, StructureError, check_choice, suggest_name
+from sosp.graph.flow import Flow, follow_channels
 from sosp.graph.flow import trace as trace_flow
 from sosp.graph.records import Layer, Structures
-from sosp.graph.wiring import Trace, trace
+from sosp.graph.wiring import LayerTrace, trace_layers
 
 KINDS = ("filters", "blocks", "weights")
 GATES = ("features", "weights")
@@ -47,11 +47,11 @@ def find_structures(
     ``exclude``: names, glob patterns or modules; a container's name excludes everything in it.
     """
     check_network(model)
-    one_of("kind", kind, KINDS)
-    one_of("gate", gate, GATES)
+    check_choice("kind", kind, KINDS)
+    check_choice("gate", gate, GATES)
     _check_groups(groups, kind)
-    excluded = excluded_names(model, exclude, parameters=kind == "weights")
-    seen = trace(model, example, lambda m: layer_type(m) is not None)
+    excluded = find_excluded_names(model, exclude, parameters=kind == "weights")
+    seen = trace_layers(model, example, lambda m: find_layer_type(m) is not None)
     if kind == "weights":
         return _weights(model, seen, excluded)
     left = [n for n in seen.order if n not in excluded]
@@ -90,7 +90,7 @@ def _flow(model: nn.Module, example: Any, tried_out: bool) -> Flow | None:
     removal finds out.
     """
     try:
-        return trace_flow(model, example) if tried_out else follow(model, example)
+        return trace_flow(model, example) if tried_out else follow_channels(model, example)
     except StructureError:
         return None
 
@@ -107,19 +107,19 @@ def downsampling(model: nn.Module) -> tuple[str, ...]:
         Names for ``exclude``: ``find_structures(model, x, exclude=sosp.downsampling(model))``.
     """
     words = {"downsample", "shortcut", "skip"}
-    return tuple(n for n, m in model.named_modules() if layer_type(m) and words & set(n.split(".")))
+    return tuple(n for n, m in model.named_modules() if find_layer_type(m) and words & set(n.split(".")))
 
 
-def _layer(model: nn.Module, seen: Trace, name: str) -> Layer:
+def _layer(model: nn.Module, seen: LayerTrace, name: str) -> Layer:
     module: Any = model.get_submodule(name)
-    kind = layer_type(module)
+    kind = find_layer_type(module)
     assert kind is not None
     channels = kind.channels(module)
     call = seen.calls[name]
     weights = call.weights / channels
     positions = sum(kind.positions(x, y) for x, y in call.shapes) / seen.examples
     # A norm's channels are on axis 1: behind a linear layer over tokens it normalises the tokens.
-    axis = channel_axis(module, call.shapes[0][1])
+    axis = find_channel_axis(module, call.shapes[0][1])
     norms = call.norms if all(axis % y.dim() == 1 for _, y in call.shapes) else ()
     return Layer(
         name, channels, axis, norms, kind.kernel(module), weights + call.biased, weights * positions,
@@ -127,7 +127,9 @@ def _layer(model: nn.Module, seen: Trace, name: str) -> Layer:
     )  # fmt: skip
 
 
-def excluded_names(model: nn.Module, exclude: Exclude, *, parameters: bool = True, what: str = "exclude") -> set[str]:
+def find_excluded_names(
+    model: nn.Module, exclude: Exclude, *, parameters: bool = True, what: str = "exclude"
+) -> set[str]:
     """Every module (and parameter) path that ``exclude`` covers; each entry must cover something."""
     things: dict[str, Any] = {n: m for n, m in model.named_modules(remove_duplicate=False) if n}
     things |= model.named_parameters(remove_duplicate=False) if parameters else {}
@@ -139,7 +141,7 @@ def excluded_names(model: nn.Module, exclude: Exclude, *, parameters: bool = Tru
             roots = [n for n in things if fnmatchcase(n, entry) or n == entry]
         if not roots:
             shown = type(entry).__name__ if isinstance(entry, nn.Module) else repr(entry)
-            hint = "" if isinstance(entry, nn.Module) else nearest(entry, things)
+            hint = "" if isinstance(entry, nn.Module) else suggest_name(entry, things)
             raise StructureError(f"{what} names {shown}, which matches no layer of the model.{hint}")
         covered.update(id(m) for n, m in things.items() for r in roots if n == r or n.startswith(r + "."))
     return {n for n, m in things.items() if id(m) in covered}  # a shared layer has several names
@@ -232,7 +234,7 @@ def _check_groups(groups: str | Sequence[Group], kind: str) -> None:
     if groups == "coupled" and kind != "filters":
         raise ArgumentError(f"groups='coupled' ties channels, and kind={kind!r} has none to tie. Use kind='filters'.")
     if isinstance(groups, str):
-        return one_of("groups", groups, ("independent", "coupled"))
+        return check_choice("groups", groups, ("independent", "coupled"))
     if kind != "filters":
         raise ArgumentError(f"groups= ties channels, and kind={kind!r} has none to tie. Use kind='filters'.")
     if not isinstance(groups, Sequence) or not all(_is_group(g) for g in groups):
@@ -252,7 +254,9 @@ def _members(layers: dict[str, Layer], groups: Sequence[Group]) -> list[list[tup
     for group in groups:
         for name in group:
             if name not in layers:
-                raise StructureError(f"groups name {name!r}, which is no prunable layer.{nearest(str(name), layers)}")
+                raise StructureError(
+                    f"groups name {name!r}, which is no prunable layer.{suggest_name(str(name), layers)}"
+                )
         if isinstance(group, Mapping):
             found.append([(name, _whole(name, c)) for name, channels in group.items() for c in channels])
         else:
@@ -273,7 +277,7 @@ def _whole(name: str, channel: Any) -> int:
         raise ArgumentError(f"groups name channel {channel!r} of {name!r}; channels are whole numbers.") from None
 
 
-def _blocks(layers: dict[str, Layer], seen: Trace, gate: str, flow: Flow | None) -> Structures:
+def _blocks(layers: dict[str, Layer], seen: LayerTrace, gate: str, flow: Flow | None) -> Structures:
     """One structure per branch: all channels of the layers it ends in."""
     ends = [e for e in seen.branches if all(n in layers for n in e)]
     if not ends:
@@ -288,7 +292,7 @@ def _blocks(layers: dict[str, Layer], seen: Trace, gate: str, flow: Flow | None)
     return Structures("blocks", gate, tuple(kept.values()), ids, seen.wiring, seen.footprint, flow)
 
 
-def _weights(model: nn.Module, seen: Trace, excluded: set[str]) -> Structures:
+def _weights(model: nn.Module, seen: LayerTrace, excluded: set[str]) -> Structures:
     """Every parameter of the layers, one structure each; a parameter shared by two layers counts once."""
     layers: list[Layer] = []
     owners: set[int] = set()

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from sosp.core.layers import channel_axis, is_norm, layer_type
+from sosp.core.layer_types import find_channel_axis, find_layer_type, is_norm
 from sosp.core.scatter import Scatter
-from sosp.graph.channels import OPAQUE, ZERO, Cut, Graph, Ids, Record
-from sosp.graph.channelwise_ops import elementwise
-from sosp.graph.labels import MOVES, RESHAPES, SAME, Labels, moved, settle, vector
-from sosp.graph.meta import rows, tensors_of
+from sosp.graph.channels import OPAQUE, ZERO, Graph, Ids, ModuleCall, OpRecord
+from sosp.graph.channelwise_ops import label_channelwise_op
+from sosp.graph.labels import IDENTITY_OPS, MOVES, RESHAPES, Labels, compress_labels, label_axis, move_labels
+from sosp.graph.meta_copies import count_input_examples, list_tensors
+from sosp.graph.op_probe import OpCall, probe_copies
 from sosp.graph.ops import (
     COMPOSITE,
     COUNTING,
@@ -28,20 +29,19 @@ from sosp.graph.ops import (
     SIZES,
     UNTRIED,
     VALUES,
-    code_of,
-    frame_of,
-    from_within,
-    name_of,
-    numbers,
-    run,
-    unchecked,
-    user_line,
+    collect_numbers,
+    find_forward_code,
+    find_frame,
+    find_op_name,
+    find_user_line,
+    is_called_by_torch,
+    run_op,
+    skip_override_checks,
 )
-from sosp.graph.probe import Call, copied
-from sosp.graph.tensors import Book
-from sosp.graph.weighted_ops import DENSE, dense, embedding
+from sosp.graph.tensor_registry import TensorRegistry
+from sosp.graph.weighted_ops import DENSE, label_dense_op, label_embedding
 
-Found = tuple[list[Labels | None], bool]  # the labels of the outputs, and whether the op only moves elements
+OutputLabels = tuple[list[Labels | None], bool]  # the labels of the outputs, and whether the op only moves elements
 
 
 class Tracer(TorchFunctionMode):
@@ -52,36 +52,36 @@ class Tracer(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.graph, self.real = graph, real
-        self.code = code_of(model)
+        self.code = find_forward_code(model)
         self.frame: FrameType | None = None  # of the network's forward: when it is over, it stands where it returned
-        examples = rows(inputs)
-        self.book = Book(model, graph, mode, values, examples)
+        examples = count_input_examples(inputs)
+        self.book = TensorRegistry(model, graph, mode, values, examples)
         self.records = graph.records.setdefault(mode, [])
         self.inputs: dict[str, Any] = {}  # module -> the arguments of its last call
         self.resting = False
-        for x in tensors_of(inputs):
+        for x in list_tensors(inputs):
             self.book.begin(x)
 
     # -- every op passes here --------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = name_of(func)
-        self.frame = self.frame or frame_of(self.code)
+        name = find_op_name(func)
+        self.frame = self.frame or find_frame(self.code)
         if self.resting:
             return func(*args, **kwargs)
         if name in COMPOSITE or name in DECOMPOSED:
-            with self, unchecked():
+            with self, skip_override_checks():
                 return DECOMPOSED.get(name, func)(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         before = [(x, x._version, self.book.seen(x)) for x in tensors]
-        result = run(func, name, args, kwargs)
+        result = run_op(func, name, args, kwargs)
         shapes = tuple(tuple(y.shape) for y in tree_leaves(result) if isinstance(y, Tensor))
         if shapes:
             self.strangers(tensors)
             self.noted(name, tensors, [y for y in tree_leaves(result) if isinstance(y, Tensor)])
-            self.follow(Call(func, name, leaves, spec, shapes, self.known(leaves)), result, args, kwargs)
+            self.follow(OpCall(func, name, leaves, spec, shapes, self.known(leaves)), result, args, kwargs)
         else:
             self.looked_at(name, tensors)
         for x, version, old in before:
@@ -137,12 +137,12 @@ class Tracer(TorchFunctionMode):
                     found[k] = self.book.values[self.book.names[id(x)]]
         return found
 
-    def follow(self, call: Call, result: Any, args: Any, kwargs: Any) -> None:
+    def follow(self, call: OpCall, result: Any, args: Any, kwargs: Any) -> None:
         """Label what came out, and keep a record of the op."""
         leaves, spec = tree_flatten(result)
         found, moves = self.rule(call, args, kwargs)
         given = tuple(self.book.seen(call.leaves[k]) for k in call.tensors)
-        where, mixed = user_line(), self.book.mixed(call.leaves)
+        where, mixed = find_user_line(), self.book.mixed(call.leaves)
         if not mixed and any(x is not None for x in given):
             mixed = f"{call.name} at {where}"
         for y, labels in zip((y for y in leaves if isinstance(y, Tensor)), found, strict=True):
@@ -153,7 +153,7 @@ class Tracer(TorchFunctionMode):
                 self.graph.boxes.append(labels)
         dtypes = tuple(y.dtype if isinstance(y, Tensor) else None for y in leaves)
         self.records.append(
-            Record(
+            OpRecord(
                 call.name,
                 given,
                 tuple(found),
@@ -163,42 +163,42 @@ class Tracer(TorchFunctionMode):
                 moves,
                 where,
                 self.book.module,
-                numbers(call.name, call.leaves),
+                collect_numbers(call.name, call.leaves),
             )
         )
 
-    def rule(self, call: Call, args: Any, kwargs: Any) -> Found:
+    def rule(self, call: OpCall, args: Any, kwargs: Any) -> OutputLabels:
         """Layers by their weights; what moves elements or treats channels one by one; all else pins its input."""
         if call.name in DENSE:
-            found = dense(self.book, call, args, kwargs)
+            found = label_dense_op(self.book, call, args, kwargs)
             if found is not None:
                 return [found], False
         if call.name == "embedding":
-            return [embedding(self.book, call, args, kwargs)], False
+            return [label_embedding(self.book, call, args, kwargs)], False
         given = {k: self.book.labels(call.leaves[k]) for k in call.tensors}
-        if all(x is None for x in given.values()) or (call.name in FACTORIES and not from_within()):
+        if all(x is None for x in given.values()) or (call.name in FACTORIES and not is_called_by_torch()):
             return [None] * len(call.shapes), False
-        if call.name in DROPOUTS or (call.name in SAME and len(call.shapes) == 1):
+        if call.name in DROPOUTS or (call.name in IDENTITY_OPS and len(call.shapes) == 1):
             return [given[call.tensors[0]]], False
         if call.name in RESHAPES or call.name in MOVES:
             moving = self.moving(call, given)
             if moving is not None:
                 return list(moving), True
         untried = call.name in UNTRIED
-        alike = None if untried else elementwise(self.book, call, given)
+        alike = None if untried else label_channelwise_op(self.book, call, given)
         if alike is not None:
             return list(alike), False
         full = {k: x.full() for k, x in given.items() if x is not None}
-        copies = None if untried else copied(call, full, OPAQUE, ZERO)
+        copies = None if untried else probe_copies(call, full, OPAQUE, ZERO)
         if copies is not None:
-            return [settle(x) for x in copies], True
+            return [compress_labels(x) for x in copies], True
         lost = self.book.mixed(call.leaves)
         why = f"it meets what {lost} made by mixing channels" if lost else f"{call.name} mixes the channels it is given"
         for k in call.tensors:
             self.book.pin_tensor(call.leaves[k], call.name, why)
         return [None] * len(call.shapes), False
 
-    def moving(self, call: Call, given: dict[int, Labels | None]) -> list[Labels] | None:
+    def moving(self, call: OpCall, given: dict[int, Labels | None]) -> list[Labels] | None:
         """An op that rearranges elements, run on their labels."""
         arrays: dict[int, Labels] = {}
         for k in call.tensors:
@@ -214,7 +214,7 @@ class Tracer(TorchFunctionMode):
             return call.run([put.get(k, x) for k, x in enumerate(call.leaves)])
 
         try:
-            out = moved(call.name, on_labels, list(arrays.values()), list(call.shapes))
+            out = move_labels(call.name, on_labels, list(arrays.values()), list(call.shapes))
         except (RuntimeError, TypeError, NotImplementedError, IndexError, ValueError):
             return None
         if [x.shape for x in out] != list(call.shapes):
@@ -222,7 +222,7 @@ class Tracer(TorchFunctionMode):
         self.pieces(call, out)
         return out
 
-    def pieces(self, call: Call, out: list[Labels]) -> None:
+    def pieces(self, call: OpCall, out: list[Labels]) -> None:
         """``x.chunk(2, 1)`` cuts in half whatever is left of x: both halves must keep as much."""
         if call.name in ("chunk", "tensor_split", "split") and len(out) > 1 and len(set(call.shapes)) == 1:
             cut = [x.core.numpy().reshape(-1) for x in out if len(x.varying) == 1]
@@ -277,11 +277,11 @@ class Tracer(TorchFunctionMode):
             if isinstance(module, Scatter):
                 axis = module.axis % output.dim()
                 self.cut(name.rpartition(".")[0], axis, args[0], output, self.index_of(name, module))
-            elif "scatter" not in module._modules and (layer_type(module) or is_norm(module)):
+            elif "scatter" not in module._modules and (find_layer_type(module) or is_norm(module)):
                 if isinstance(output, Tensor) and output.is_floating_point():
-                    self.cut(name, channel_axis(module, output), output, output, None)
+                    self.cut(name, find_channel_axis(module, output), output, output, None)
             if self.real:
-                leaving = [self.book.seen(x) for x in tensors_of(output)]
+                leaving = [self.book.seen(x) for x in list_tensors(output)]
                 self.graph.leaving += [(name, labels) for labels in leaving if labels is not None]
             self.resting = False
 
@@ -303,13 +303,13 @@ class Tracer(TorchFunctionMode):
             self.book.pin_tensor(computed, name, "its output has channels on several axes")
         index = np.arange(len(given)) if index is None else index
         through = self.before(name, len(given)) if norm else None
-        step = Cut(name, self.book.mode, axis, given, self.graph.fresh(len(index)), index, through)
+        step = ModuleCall(name, self.book.mode, axis, given, self.graph.fresh(len(index)), index, through)
         for other in self.graph.calls.setdefault(name, []):
             self.graph.tie(other.out, step.out)
             self.graph.tie(other.given, step.given)
         self.graph.calls[name].append(step)
         self.graph.steps.append(step)
-        self.book.put(output, vector(step.out, axis, output.shape))
+        self.book.put(output, label_axis(step.out, axis, output.shape))
         self.book.feed([computed], [output])
 
     def before(self, name: str, width: int) -> Ids | None:

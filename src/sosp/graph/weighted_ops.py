@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from sosp.graph.channels import OPAQUE, Combine, Dense, Ids, Slices
-from sosp.graph.labels import Labels, vector
-from sosp.graph.ops import CONVOLUTIONS, TRANSPOSED, arguments
-from sosp.graph.probe import Call
-from sosp.graph.tensors import Book
+from sosp.graph.channels import OPAQUE, Combination, DenseWeight, Ids, Slices
+from sosp.graph.labels import Labels, label_axis
+from sosp.graph.op_probe import OpCall
+from sosp.graph.ops import CONVOLUTIONS, TRANSPOSED, name_arguments
+from sosp.graph.tensor_registry import TensorRegistry
 
 DENSE = CONVOLUTIONS | TRANSPOSED | {"linear", "addmm"}
 
 
 @dataclass(frozen=True)
-class Use:
+class DenseCall:
     """One call of such an op."""
 
     op: str
@@ -53,30 +53,30 @@ class Use:
         return float(np.prod(sizes) / sizes[self.axis % len(sizes)] / examples)
 
 
-def dense(book: Book, call: Call, args: Any, kwargs: Any) -> Labels | None:
+def label_dense_op(book: TensorRegistry, call: OpCall, args: Any, kwargs: Any) -> Labels | None:
     """The labels of the output; None where it is no such op after all."""
-    given = arguments(call.name, args, kwargs)
+    given = name_arguments(call.name, args, kwargs)
     x, weight = given["input"], given["weight"]
     axis = -1 if call.name in ("linear", "addmm") else 1 if x.dim() == weight.dim() else 0  # 0: without a batch
-    use = Use(call.name, x, weight, given.get("bias"), given.get("groups", 1), call.shapes[0], axis)
+    use = DenseCall(call.name, x, weight, given.get("bias"), given.get("groups", 1), call.shapes[0], axis)
     if call.name == "addmm" and (
         id(weight) not in book.names or not book.layer_of(weight) or {"alpha", "beta"} & set(kwargs)
     ):
         return None
     into = book.channels(x, axis)
     if into is None:
-        into = _together(book, x, axis)
+        into = _merge_axes(book, x, axis)
     if id(weight) not in book.names:
-        return _computed(book, use)
+        return _label_computed_weight(book, use)
     layer = _layer(book, use, into)
     if layer is None:
-        return vector(np.full(use.width, OPAQUE), axis, use.shape)
+        return label_axis(np.full(use.width, OPAQUE), axis, use.shape)
     layer.into.append(into)
     layer.positions[book.mode] = layer.positions.get(book.mode, 0.0) + use.positions(book.examples)
-    return vector(_output(book, use, layer, into), axis, use.shape)
+    return label_axis(_output(book, use, layer, into), axis, use.shape)
 
 
-def _together(book: Book, x: Tensor, axis: int) -> Ids:
+def _merge_axes(book: TensorRegistry, x: Tensor, axis: int) -> Ids:
     """(n,) where a channel is made of several (pixel shuffle, patches): one value each, all or none of which stay."""
     labels = book.labels(x)
     assert labels is not None
@@ -85,17 +85,17 @@ def _together(book: Book, x: Tensor, axis: int) -> Ids:
     rows = np.moveaxis(labels.core.expand(sizes).numpy(), axis, 0).reshape(x.shape[axis], -1)
     into = book.graph.fresh(len(rows))
     book.graph.tie(into[:, None], rows)
-    book.graph.steps.append(Combine(into, (rows,), (True,), False))
+    book.graph.steps.append(Combination(into, (rows,), (True,), False))
     return into
 
 
-def _layer(book: Book, use: Use, into: Ids) -> Dense | None:
+def _layer(book: TensorRegistry, use: DenseCall, into: Ids) -> DenseWeight | None:
     """What is known of the weight; None where it was used in another way before."""
     graph, name = book.graph, book.names[id(use.weight)]
     layer = graph.dense.get(name)
     if layer is None:
         bias = book.names.get(id(use.bias)) if use.bias is not None else None
-        layer = graph.dense[name] = Dense(
+        layer = graph.dense[name] = DenseWeight(
             name, book.layer_of(use.weight) or "", bias, use.out_axis, 1 - use.out_axis,
             use.groups, use.transposed, graph.fresh(use.width), kernel=use.kernel,
         )  # fmt: skip
@@ -114,19 +114,19 @@ def _layer(book: Book, use: Use, into: Ids) -> Dense | None:
     return layer
 
 
-def _output(book: Book, use: Use, layer: Dense, into: Ids) -> Ids:
+def _output(book: TensorRegistry, use: DenseCall, layer: DenseWeight, into: Ids) -> Ids:
     if use.bias is not None:
         _tie_bias(book, use, layer.out)
     elif use.groups > 1 and use.groups == len(into):  # depthwise without bias: nothing in, nothing out
         out = book.graph.fresh(use.width)
         book.graph.tie(out, layer.out)
         source = np.repeat(into, use.width // use.groups)
-        book.graph.steps.append(Combine(out, (source[:, None],), (True,), False))
+        book.graph.steps.append(Combination(out, (source[:, None],), (True,), False))
         return out
     return layer.out
 
 
-def _tie_bias(book: Book, use: Use, out: Ids) -> None:
+def _tie_bias(book: TensorRegistry, use: DenseCall, out: Ids) -> None:
     assert use.bias is not None
     ids = book.channels(use.bias, 0)
     if ids is None or len(ids) != len(out):
@@ -135,7 +135,7 @@ def _tie_bias(book: Book, use: Use, out: Ids) -> None:
         book.graph.tie(ids, out)
 
 
-def _computed(book: Book, use: Use) -> Labels:
+def _label_computed_weight(book: TensorRegistry, use: DenseCall) -> Labels:
     """A weight that the code computes: its rows may follow the channels of what it is computed from."""
     book.pin_tensor(use.x, use.op, "its weight is computed: no column of it can be dropped")
     rows = book.channels(use.weight, use.out_axis)
@@ -148,16 +148,16 @@ def _computed(book: Book, use: Use) -> Labels:
     into = np.full(use.x.shape[use.axis], OPAQUE)
     layer = book.graph.dense.setdefault(
         key,
-        Dense(
+        DenseWeight(
             key, book.module, None, use.out_axis, 1 - use.out_axis, use.groups, use.transposed,
             rows, [into], kernel=use.kernel, narrow=False,
         ),
     )  # fmt: skip
     layer.positions[book.mode] = layer.positions.get(book.mode, 0.0) + use.positions(book.examples)
-    return vector(rows, use.axis, use.shape)
+    return label_axis(rows, use.axis, use.shape)
 
 
-def embedding(book: Book, call: Call, args: Any, kwargs: Any) -> Labels | None:
+def label_embedding(book: TensorRegistry, call: OpCall, args: Any, kwargs: Any) -> Labels | None:
     """Rows picked by number: the channels are the columns of the table."""
     table = args[1] if len(args) > 1 else kwargs["weight"]
     name = book.names.get(id(table))
@@ -168,4 +168,4 @@ def embedding(book: Book, call: Call, args: Any, kwargs: Any) -> Labels | None:
         known = book.graph.slices[name] = Slices(name, 1, book.graph.fresh(table.shape[1]))
         for into in book.graph.dense[name].into if name in book.graph.dense else []:
             book.graph.tie(into, known.ids)
-    return vector(known.ids, -1, call.shapes[0])
+    return label_axis(known.ids, -1, call.shapes[0])

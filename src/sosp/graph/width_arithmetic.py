@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sosp.core.layers import layer_type
-from sosp.graph.channels import Graph, Ids, Pin, Record
-from sosp.graph.layout import Layout, whole
+from sosp.core.layer_types import find_layer_type
+from sosp.graph.channels import Graph, Ids, OpRecord, Pin
+from sosp.graph.layout import Layout, make_full_layout
 from sosp.graph.recipe import Recipe
 
 if TYPE_CHECKING:
-    from sosp.graph.dry_run import Rehearsal
+    from sosp.graph.dry_run import DryRunMode
     from sosp.graph.flow import Flow
 
 WHY = "the code computes with how many there are"
@@ -32,17 +32,17 @@ class Trial:
     flow: Flow
     layout: Layout
     recipe: Recipe
-    again: Callable[[Layout, Recipe], Iterable[tuple[str, Rehearsal]]]  # try another one out, mode by mode
+    again: Callable[[Layout, Recipe], Iterable[tuple[str, DryRunMode]]]  # try another one out, mode by mode
 
-    def run(self, mode: str, layout: Layout, recipe: Recipe) -> Rehearsal:
+    def run(self, mode: str, layout: Layout, recipe: Recipe) -> DryRunMode:
         return dict(self.again(layout, recipe))[mode]
 
 
-def computed(trial: Trial, mode: str, run: Rehearsal) -> Iterator[Pin]:
+def find_width_pins(trial: Trial, mode: str, run: DryRunMode) -> Iterator[Pin]:
     """Pins for the widths of which the numbers were made that are others than before."""
     if not run.computed:
         return
-    unchanged = trial.run(mode, whole(trial.flow.graph.count), Recipe())
+    unchanged = trial.run(mode, make_full_layout(trial.flow.graph.count), Recipe())
     chance = {id(r) for r in unchanged.computed}  # other numbers every time: chance, a counter
     for record in run.computed:
         if id(record) not in chance:
@@ -51,10 +51,10 @@ def computed(trial: Trial, mode: str, run: Rehearsal) -> Iterator[Pin]:
                 yield Pin(ids, record.name, record.where, WHY)
 
 
-def _width(trial: Trial, mode: str, record: Record) -> Ids | None:
+def _width(trial: Trial, mode: str, record: OpRecord) -> Ids | None:
     """The channels whose count is in the number; None where nothing is gone that could be."""
     graph, counts = trial.flow.graph, trial.layout.counts
-    stated = _stated(trial, mode, record)
+    stated = _find_stated_channels(trial, mode, record)
     read = [ids for m, module, ids in graph.reads if m == mode and module == record.module]
     weights = [_of_tensor(graph, name) for m, module, name in graph.sized if m == mode and module == record.module]
     around = np.concatenate([stated[:0], *read, *weights])
@@ -67,7 +67,7 @@ def _width(trial: Trial, mode: str, record: Record) -> Ids | None:
     return None
 
 
-def _stated(trial: Trial, mode: str, record: Record) -> Ids:
+def _find_stated_channels(trial: Trial, mode: str, record: OpRecord) -> Ids:
     """The channels that a layer's own attribute counts (``out_features``), if the number is right where it is old."""
     recipe = trial.recipe
     widths = [
@@ -92,7 +92,7 @@ def _stated(trial: Trial, mode: str, record: Record) -> Ids:
 def _of_width(trial: Trial, name: str, key: str) -> Ids:
     """The channels that an attribute of a module counts."""
     graph = trial.flow.graph
-    kind = layer_type(trial.flow.network.get_submodule(name))
+    kind = find_layer_type(trial.flow.network.get_submodule(name))
     for d in graph.dense.values():
         if kind is not None and d.module == name:
             return d.out if key == kind.sizes[0] or not d.into else d.into[0]

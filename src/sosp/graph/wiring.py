@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sosp.core.batches import call, copies, first_rows, leading
-from sosp.core.borrow import borrowed
-from sosp.core.layers import is_norm
+from sosp.core.batches import call_model, copy_inputs, find_batch_size, take_examples
+from sosp.core.borrowed_model import borrow_model
+from sosp.core.layer_types import is_norm
 from sosp.errors import DataError, DifferentiationError, StructureError
 from sosp.graph.records import INPUT, OUTPUT
 
@@ -21,7 +21,7 @@ JOINS = frozenset({"AddBackward0", "CatBackward0", "SubBackward0"})
 
 
 @dataclass
-class Call:
+class LayerCalls:
     """What was seen of one layer, over all its calls."""
 
     shapes: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # input and output, on the meta device
@@ -31,11 +31,11 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Trace:
+class LayerTrace:
     """A network's layers in the order they were called, and what lies between them."""
 
     order: tuple[str, ...]
-    calls: Mapping[str, Call]
+    calls: Mapping[str, LayerCalls]
     wiring: Mapping[str, tuple[str, ...]]  # layer -> nearest layers upstream
     output_layers: frozenset[str]
     cut_off: frozenset[str]  # called, but without a differentiable way to the output
@@ -49,7 +49,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.nodes: dict[Any, str] = {}  # marking node -> layer
-        self.calls: dict[str, Call] = {}
+        self.calls: dict[str, LayerCalls] = {}
         self.norms: dict[str, list[Any]] = {}  # norm -> the node of each input it was given
         self.unmarked: set[str] = set()
         self.inputs: set[Any] = set()  # nodes of embedded tokens: a network's input that has no gradient
@@ -59,7 +59,7 @@ class Recorder:
         def hook(module: Any, args: tuple[Any, ...], output: Any) -> Any:
             if not isinstance(output, Tensor) or not output.is_floating_point():
                 return None
-            call = self.calls.setdefault(name, Call())
+            call = self.calls.setdefault(name, LayerCalls())
             # Read here, in eval mode: looking at a computed weight (spectral norm) may change the model otherwise.
             call.weights, call.biased = module.weight.numel(), getattr(module, "bias", None) is not None
             given = args[0] if args and isinstance(args[0], Tensor) else output
@@ -92,10 +92,10 @@ class Recorder:
         self.bytes += sum(x.numel() * x.element_size() for x in tree_leaves(output) if isinstance(x, Tensor))
 
 
-def trace(model: nn.Module, example: Any, is_layer: Callable[[nn.Module], bool]) -> Trace:
+def trace_layers(model: nn.Module, example: Any, is_layer: Callable[[nn.Module], bool]) -> LayerTrace:
     """Run a few rows of ``example`` once and read the wiring off the graph behind the output."""
     _check_example_device(model, example)
-    some = first_rows(example, ROWS)
+    some = take_examples(example, ROWS)
     try:
         return _trace(model, some, is_layer)
     except StructureError:
@@ -104,11 +104,11 @@ def trace(model: nn.Module, example: Any, is_layer: Callable[[nn.Module], bool])
         return _trace(model, example, is_layer)  # the code may count on its batch
 
 
-def _trace(model: nn.Module, example: Any, is_layer: Callable[[nn.Module], bool]) -> Trace:
+def _trace(model: nn.Module, example: Any, is_layer: Callable[[nn.Module], bool]) -> LayerTrace:
     recorder = Recorder()
     handles = []
-    with borrowed(model):
-        example, sources = _watched(example)
+    with borrow_model(model):
+        example, sources = _track_inputs(example)
         tag = torch.ones((), device=_device(example), requires_grad=True)
         try:
             for name, module in model.named_modules():
@@ -120,14 +120,14 @@ def _trace(model: nn.Module, example: Any, is_layer: Callable[[nn.Module], bool]
                     handles.append(module.register_forward_hook(recorder.norm(name)))
                 if not any(module.children()) and not isinstance(module, torch.jit.ScriptModule):
                     handles.append(module.register_forward_hook(recorder.size))
-            outputs = _run(model, copies(example))
+            outputs = _run(model, copy_inputs(example))
         finally:
             for h in handles:
                 h.remove()
     return _read(recorder, _output_nodes(outputs), _main_nodes(outputs), sources, _examples(example))
 
 
-def _watched(example: Any) -> tuple[Any, set[int]]:
+def _track_inputs(example: Any) -> tuple[Any, set[int]]:
     """The example with its float inputs as leaves of the graph to come, and their identities."""
     leaves = tree_map(
         lambda x: x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x,
@@ -154,12 +154,12 @@ def _check_example_device(model: nn.Module, example: Any) -> None:
 
 
 def _examples(example: Any) -> int:
-    return leading(example) or 1
+    return find_batch_size(example) or 1
 
 
 def _run(model: nn.Module, example: Any) -> Any:
     try:
-        return call(model, example)
+        return call_model(model, example)
     except Exception as error:
         shapes = tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, example)
         raise StructureError(
@@ -191,8 +191,8 @@ def _main_nodes(outputs: Any) -> list[Any]:
     return []
 
 
-def _read(recorder: Recorder, ends: list[Any], main: list[Any], sources: set[int], examples: int) -> Trace:
-    graph = Graph(ends, recorder.nodes, recorder.inputs, sources)
+def _read(recorder: Recorder, ends: list[Any], main: list[Any], sources: set[int], examples: int) -> LayerTrace:
+    graph = AutogradGraph(ends, recorder.nodes, recorder.inputs, sources)
     main = main or ends
     wiring: dict[str, set[str]] = {OUTPUT: set(graph.nearest(main))}
     # A hidden state that is returned beside the logits ends in a layer whose channels the logits need as well.
@@ -207,7 +207,7 @@ def _read(recorder: Recorder, ends: list[Any], main: list[Any], sources: set[int
             wiring[name] = {INPUT}
     _own_norms(recorder, graph, ends)
     reached = {recorder.nodes[n] for n in graph.edges if n in recorder.nodes}
-    return Trace(
+    return LayerTrace(
         order,
         recorder.calls,
         {name: tuple(sorted(up)) for name, up in wiring.items()},
@@ -219,7 +219,7 @@ def _read(recorder: Recorder, ends: list[Any], main: list[Any], sources: set[int
     )
 
 
-def _own_norms(recorder: Recorder, graph: Graph, ends: list[Any]) -> None:
+def _own_norms(recorder: Recorder, graph: AutogradGraph, ends: list[Any]) -> None:
     """A layer's own norms: on every call one norm takes its output and nothing else does, nor does it take others'."""
     found: dict[str, list[str | None]] = {}
     for node, name in recorder.nodes.items():
@@ -232,7 +232,7 @@ def _own_norms(recorder: Recorder, graph: Graph, ends: list[Any]) -> None:
             recorder.calls[name].norms = tuple(dict.fromkeys(n for n in norms if n is not None))
 
 
-class Graph:
+class AutogradGraph:
     """The autograd graph behind the outputs, with some nodes marked as layers."""
 
     def __init__(self, ends: list[Any], marks: Mapping[Any, str], inputs: set[Any], sources: set[int]) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from sosp.errors import one_of
-from sosp.nets.cifar import (
+from sosp.errors import check_choice
+from sosp.nets.cifar_resnets import (
     digits_resnet,
     plainnet20,
     resnet20,
@@ -45,7 +45,7 @@ NETS: dict[str, Callable[..., nn.Module]] = {
 
 def make(name: str, *, classes: int | None = None, width: Width = 1.0) -> nn.Module:
     """The network of that name, in train mode, with fresh weights; as many classes as its dataset has by default."""
-    one_of("name", name, NETS)
+    check_choice("name", name, NETS)
     return NETS[name](width=width) if classes is None else NETS[name](classes=classes, width=width)
 
 

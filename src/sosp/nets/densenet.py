@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sosp.errors import whole_number
-from sosp.nets.widths import Stream, Width, channels_of
+from sosp.errors import check_whole_number
+from sosp.nets.widths import StreamWidth, Width, scale_channels
 
 GROWTH, LAYERS = 12, 12  # channels per layer, layers per block
 
 
-class Dense(nn.Module):
+class DenseLayer(nn.Module):
     """A 3x3 convolution of all that came before, set beside it."""
 
     def __init__(self, into: int, out: int) -> None:
@@ -26,7 +26,7 @@ class Dense(nn.Module):
         return torch.cat((x, self.conv1(self.relu(self.bn1(x)))), 1)
 
 
-class Transition(nn.Module):
+class TransitionLayer(nn.Module):
     """A 1x1 convolution, and half the size."""
 
     def __init__(self, into: int, out: int) -> None:
@@ -47,17 +47,17 @@ class CifarDenseNet(nn.Module):
 
     def __init__(self, *, classes: int, width: Width) -> None:
         super().__init__()
-        whole_number("classes", classes)
-        widths = channels_of(_streams(), width, head="fc")
+        check_whole_number("classes", classes)
+        widths = scale_channels(_streams(), width, head="fc")
         self.conv1 = nn.Conv2d(3, widths["conv1"], 3, padding=1, bias=False)
         self.dense1, seen = _block("dense1", widths["conv1"], widths)
-        self.trans1 = Transition(seen, widths["trans1.conv1"])
+        self.trans1 = TransitionLayer(seen, widths["trans1.conv1"])
         self.dense2, seen = _block("dense2", widths["trans1.conv1"], widths)
-        self.trans2 = Transition(seen, widths["trans2.conv1"])
+        self.trans2 = TransitionLayer(seen, widths["trans2.conv1"])
         self.dense3, seen = _block("dense3", widths["trans2.conv1"], widths)
         self.bn, self.relu = nn.BatchNorm2d(seen), nn.ReLU(inplace=True)
         self.fc = nn.Linear(seen, classes)
-        self.apply(_start)
+        self.apply(_initialize_weights)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.trans1(self.dense1(self.conv1(x)))
@@ -70,23 +70,23 @@ def _block(name: str, into: int, widths: Mapping[str, int]) -> tuple[nn.Sequenti
     layers: list[nn.Module] = []
     for n in range(LAYERS):
         out = widths[f"{name}.{n}.conv1"]
-        layers.append(Dense(into, out))
+        layers.append(DenseLayer(into, out))
         into += out
     return nn.Sequential(*layers), into
 
 
-def _streams() -> list[Stream]:
+def _streams() -> list[StreamWidth]:
     """Every layer by itself; a transition is as wide as what it reads is at factor 1."""
     seen = 2 * GROWTH
-    found = [Stream(seen, ("conv1",))]
+    found = [StreamWidth(seen, ("conv1",))]
     for k in (1, 2, 3):
-        found += [Stream(GROWTH, (f"dense{k}.{n}.conv1",)) for n in range(LAYERS)]
+        found += [StreamWidth(GROWTH, (f"dense{k}.{n}.conv1",)) for n in range(LAYERS)]
         seen += GROWTH * LAYERS
-        found += [Stream(seen, (f"trans{k}.conv1",))] if k < 3 else []
+        found += [StreamWidth(seen, (f"trans{k}.conv1",))] if k < 3 else []
     return found
 
 
-def _start(module: nn.Module) -> None:
+def _initialize_weights(module: nn.Module) -> None:
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out")
     elif isinstance(module, nn.BatchNorm2d):

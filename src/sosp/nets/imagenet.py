@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from sosp.errors import whole_number
-from sosp.nets.residual import Basic, Block, Bottleneck, conv, projection, stage, streams
-from sosp.nets.widths import Stream, Width, channels_of
+from sosp.errors import check_whole_number
+from sosp.nets.residual import BasicBlock, Block, Bottleneck, build_conv, build_projection, build_stage, list_streams
+from sosp.nets.widths import StreamWidth, Width, scale_channels
 
 
 class ImageNetResNet(nn.Module):
@@ -18,17 +18,17 @@ class ImageNetResNet(nn.Module):
 
     def __init__(self, block: Block, blocks: tuple[int, ...], *, classes: int, width: Width) -> None:
         super().__init__()
-        whole_number("classes", classes)
-        widths = channels_of(_streams(block, blocks), width, head="fc")
+        check_whole_number("classes", classes)
+        widths = scale_channels(_streams(block, blocks), width, head="fc")
         ends = [widths[f"layer{k}.0.{block.layers[-1]}"] for k in (1, 2, 3, 4)]  # what leaves a stage
-        first = projection if block.expansion > 1 else None
-        self.conv1, self.bn1 = conv(3, widths["conv1"], 7, 2), nn.BatchNorm2d(widths["conv1"])
+        first = build_projection if block.expansion > 1 else None
+        self.conv1, self.bn1 = build_conv(3, widths["conv1"], 7, 2), nn.BatchNorm2d(widths["conv1"])
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, 2, 1)
-        self.layer1 = stage(block, "layer1", widths["conv1"], widths, stride=1, skip=first)
-        self.layer2 = stage(block, "layer2", ends[0], widths, stride=2, skip=projection)
-        self.layer3 = stage(block, "layer3", ends[1], widths, stride=2, skip=projection)
-        self.layer4 = stage(block, "layer4", ends[2], widths, stride=2, skip=projection)
+        self.layer1 = build_stage(block, "layer1", widths["conv1"], widths, stride=1, skip=first)
+        self.layer2 = build_stage(block, "layer2", ends[0], widths, stride=2, skip=build_projection)
+        self.layer3 = build_stage(block, "layer3", ends[1], widths, stride=2, skip=build_projection)
+        self.layer4 = build_stage(block, "layer4", ends[2], widths, stride=2, skip=build_projection)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(ends[3], classes)
         for module in self.modules():
@@ -41,18 +41,18 @@ class ImageNetResNet(nn.Module):
         return self.fc(self.avgpool(x).flatten(1))
 
 
-def _streams(block: Block, blocks: tuple[int, ...]) -> list[Stream]:
+def _streams(block: Block, blocks: tuple[int, ...]) -> list[StreamWidth]:
     """The first stage adds to the stem's own output, unless its blocks end wider than they begin."""
-    found = [Stream(64, ("conv1",))] if block.expansion > 1 else []
+    found = [StreamWidth(64, ("conv1",))] if block.expansion > 1 else []
     for k, many in enumerate(blocks, 1):
         starts = "conv1" if k == 1 and block.expansion == 1 else f"layer{k}.0.downsample.0"
-        found += streams(block, f"layer{k}", many, 64 * 2 ** (k - 1), [starts])
+        found += list_streams(block, f"layer{k}", many, 64 * 2 ** (k - 1), [starts])
     return found
 
 
 def resnet18(*, classes: int = 1000, width: Width = 1.0) -> nn.Module:
     """11,689,512 parameters, 1.814 G MACs."""
-    return ImageNetResNet(Basic, (2, 2, 2, 2), classes=classes, width=width)
+    return ImageNetResNet(BasicBlock, (2, 2, 2, 2), classes=classes, width=width)
 
 
 def resnet50(*, classes: int = 1000, width: Width = 1.0) -> nn.Module:

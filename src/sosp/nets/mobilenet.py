@@ -5,27 +5,27 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sosp.errors import whole_number
-from sosp.nets.widths import Stream, Width, channels_of
+from sosp.errors import check_whole_number
+from sosp.nets.widths import StreamWidth, Width, scale_channels
 
 STAGES = (  # expansion, width, blocks, stride: Table 2
     (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),
 )  # fmt: skip
 
 
-def unit(into: int, out: int, edge: int, stride: int = 1, *, groups: int = 1) -> nn.Sequential:
+def build_conv_unit(into: int, out: int, edge: int, stride: int = 1, *, groups: int = 1) -> nn.Sequential:
     """Convolution, batch norm, ReLU6."""
     conv = nn.Conv2d(into, out, edge, stride, edge // 2, groups=groups, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(out), nn.ReLU6(inplace=True))
 
 
-class Inverted(nn.Module):
+class InvertedResidual(nn.Module):
     """Widen (unless it ``expands`` nothing), filter every channel by itself, narrow; ``adds`` the input."""
 
     def __init__(self, into: int, inside: int, out: int, stride: int, *, expands: bool, adds: bool) -> None:
         super().__init__()
-        wider = [unit(into, inside, 1)] if expands else []
-        depthwise = unit(inside, inside, 3, stride, groups=inside)
+        wider = [build_conv_unit(into, inside, 1)] if expands else []
+        depthwise = build_conv_unit(inside, inside, 3, stride, groups=inside)
         self.conv = nn.Sequential(*wider, depthwise, nn.Conv2d(inside, out, 1, bias=False), nn.BatchNorm2d(out))
         self.adds = adds
 
@@ -43,20 +43,22 @@ class MobileNetV2(nn.Module):
 
     def __init__(self, *, classes: int, width: Width) -> None:
         super().__init__()
-        whole_number("classes", classes)
-        widths = channels_of(_streams(), width, head="classifier.1")
+        check_whole_number("classes", classes)
+        widths = scale_channels(_streams(), width, head="classifier.1")
         into = widths["features.0.0"]
-        features: list[nn.Module] = [unit(3, into, 3, 2)]
+        features: list[nn.Module] = [build_conv_unit(3, into, 3, 2)]
         for expansion, _, blocks, stride in STAGES:
             for block in range(blocks):
                 inside, end = _layers(len(features), expansion)
                 out, step = widths[end], 1 if block else stride
-                features.append(Inverted(into, widths[inside[0]], out, step, expands=expansion > 1, adds=block > 0))
+                features.append(
+                    InvertedResidual(into, widths[inside[0]], out, step, expands=expansion > 1, adds=block > 0)
+                )
                 into = out
         last = widths[f"features.{len(features)}.0"]
-        self.features = nn.Sequential(*features, unit(into, last, 1))
+        self.features = nn.Sequential(*features, build_conv_unit(into, last, 1))
         self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(last, classes))
-        self.apply(_start)
+        self.apply(_initialize_weights)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.adaptive_avg_pool2d(self.features(x), 1)
@@ -69,23 +71,23 @@ def _layers(number: int, expansion: int) -> tuple[tuple[str, ...], str]:
     return inside, f"features.{number}.conv.{len(inside)}"
 
 
-def _streams() -> list[Stream]:
+def _streams() -> list[StreamWidth]:
     """One inside each block, and one per stage: its blocks add to what the first of them gives."""
-    found: list[Stream] = []
+    found: list[StreamWidth] = []
     stem: tuple[str, ...] = ("features.0.0",)  # which the first block filters
     number, into = 1, 32
     for expansion, width, blocks, _ in STAGES:
         ends = []
         for _ in range(blocks):
             inside, end = _layers(number, expansion)
-            found.append(Stream(into * expansion, (*stem, *inside)))
+            found.append(StreamWidth(into * expansion, (*stem, *inside)))
             ends.append(end)
             number, into, stem = number + 1, width, ()
-        found.append(Stream(width, tuple(ends)))
-    return [*found, Stream(1280, (f"features.{number}.0",))]
+        found.append(StreamWidth(width, tuple(ends)))
+    return [*found, StreamWidth(1280, (f"features.{number}.0",))]
 
 
-def _start(module: nn.Module) -> None:
+def _initialize_weights(module: nn.Module) -> None:
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out")
     elif isinstance(module, nn.Linear):

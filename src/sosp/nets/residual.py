@@ -8,17 +8,17 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sosp.nets.widths import Stream
+from sosp.nets.widths import StreamWidth
 
 Skip = Callable[[int, int, int], nn.Module]  # channels in, channels out, stride
 
 
-def conv(into: int, out: int, edge: int, stride: int = 1) -> nn.Conv2d:
+def build_conv(into: int, out: int, edge: int, stride: int = 1) -> nn.Conv2d:
     """Without bias, and padded so that only the stride changes the size."""
     return nn.Conv2d(into, out, edge, stride, edge // 2, bias=False)
 
 
-class Basic(nn.Module):
+class BasicBlock(nn.Module):
     """Two 3x3 convolutions beside a skip."""
 
     layers: ClassVar[tuple[str, ...]] = ("conv1", "conv2")
@@ -28,8 +28,8 @@ class Basic(nn.Module):
     def __init__(self, into: int, widths: Sequence[int], stride: int, downsample: nn.Module | None) -> None:
         super().__init__()
         inside, out = widths
-        self.conv1, self.bn1 = conv(into, inside, 3, stride), nn.BatchNorm2d(inside)
-        self.conv2, self.bn2 = conv(inside, out, 3), nn.BatchNorm2d(out)
+        self.conv1, self.bn1 = build_conv(into, inside, 3, stride), nn.BatchNorm2d(inside)
+        self.conv2, self.bn2 = build_conv(inside, out, 3), nn.BatchNorm2d(out)
         self.relu = nn.ReLU(inplace=True)
         self.downsample = downsample
 
@@ -39,7 +39,7 @@ class Basic(nn.Module):
         return self.relu(y + (x if self.downsample is None else self.downsample(x)))
 
 
-class Plain(Basic):
+class PlainBlock(BasicBlock):
     """The same two convolutions without a skip."""
 
     adds: ClassVar[bool] = False
@@ -59,9 +59,9 @@ class Bottleneck(nn.Module):
     def __init__(self, into: int, widths: Sequence[int], stride: int, downsample: nn.Module | None) -> None:
         super().__init__()
         first, second, out = widths
-        self.conv1, self.bn1 = conv(into, first, 1), nn.BatchNorm2d(first)
-        self.conv2, self.bn2 = conv(first, second, 3, stride), nn.BatchNorm2d(second)
-        self.conv3, self.bn3 = conv(second, out, 1), nn.BatchNorm2d(out)
+        self.conv1, self.bn1 = build_conv(into, first, 1), nn.BatchNorm2d(first)
+        self.conv2, self.bn2 = build_conv(first, second, 3, stride), nn.BatchNorm2d(second)
+        self.conv3, self.bn3 = build_conv(second, out, 1), nn.BatchNorm2d(out)
         self.relu = nn.ReLU(inplace=True)
         self.downsample = downsample
 
@@ -91,17 +91,17 @@ class PadSkip(nn.Module):
         return f"stride={self.stride}, before={self.pad[4]}, behind={self.pad[5]}"
 
 
-def projection(into: int, out: int, stride: int) -> nn.Module:
+def build_projection(into: int, out: int, stride: int) -> nn.Module:
     """He et al.'s option B: a 1x1 convolution and its batch norm."""
-    return nn.Sequential(conv(into, out, 1, stride), nn.BatchNorm2d(out))
+    return nn.Sequential(build_conv(into, out, 1, stride), nn.BatchNorm2d(out))
 
 
-SKIPS: dict[str, Skip] = {"A": PadSkip, "B": projection}
+SKIPS: dict[str, Skip] = {"A": PadSkip, "B": build_projection}
 
-Block = type[Basic] | type[Bottleneck]
+Block = type[BasicBlock] | type[Bottleneck]
 
 
-def stage(
+def build_stage(
     block: Block, name: str, into: int, widths: Mapping[str, int], *, stride: int, skip: Skip | None
 ) -> nn.Sequential:
     """The blocks that ``widths`` knows under ``name``; ``skip`` is the first one's, an identity where it is None."""
@@ -114,10 +114,10 @@ def stage(
     return nn.Sequential(*built)
 
 
-def streams(block: Block, name: str, blocks: int, channels: int, tied: Sequence[str] = ()) -> list[Stream]:
+def list_streams(block: Block, name: str, blocks: int, channels: int, tied: Sequence[str] = ()) -> list[StreamWidth]:
     """A stream inside each block, and the stage's own: what the blocks end in, and ``tied``, what it starts from."""
     *inside, last = block.layers
-    within = [Stream(channels, (f"{name}.{n}.{layer}",)) for n in range(blocks) for layer in inside]
+    within = [StreamWidth(channels, (f"{name}.{n}.{layer}",)) for n in range(blocks) for layer in inside]
     ends = (*tied, *(f"{name}.{n}.{last}" for n in range(blocks)))
     wide = channels * block.expansion
-    return [*within, Stream(wide, ends)] if block.adds else [*within, *(Stream(wide, (end,)) for end in ends)]
+    return [*within, StreamWidth(wide, ends)] if block.adds else [*within, *(StreamWidth(wide, (end,)) for end in ends)]

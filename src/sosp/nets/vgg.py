@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sosp.errors import whole_number
-from sosp.nets.widths import Stream, Width, channels_of
+from sosp.errors import check_whole_number
+from sosp.nets.widths import StreamWidth, Width, scale_channels
 
 STAGES = ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4))  # width, convolutions; a max-pool between two stages
 
@@ -20,8 +20,8 @@ class CifarVGG(nn.Module):
 
     def __init__(self, *, classes: int, width: Width) -> None:
         super().__init__()
-        whole_number("classes", classes)
-        widths = channels_of(_streams(), width, head="classifier")
+        check_whole_number("classes", classes)
+        widths = scale_channels(_streams(), width, head="classifier")
         into = 3
         layers: list[nn.Module] = []
         for _, convolutions in STAGES:
@@ -32,23 +32,23 @@ class CifarVGG(nn.Module):
                 into = out
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Linear(into, classes)
-        self.apply(_start)
+        self.apply(_initialize_weights)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.adaptive_avg_pool2d(self.features(x), 1)
         return self.classifier(x.flatten(1))
 
 
-def _streams() -> list[Stream]:
-    found: list[Stream] = []
+def _streams() -> list[StreamWidth]:
+    found: list[StreamWidth] = []
     number = 0
     for channels, convolutions in STAGES:
-        found += [Stream(channels, (f"features.{number + 3 * n}",)) for n in range(convolutions)]
+        found += [StreamWidth(channels, (f"features.{number + 3 * n}",)) for n in range(convolutions)]
         number += 3 * convolutions + 1
     return found
 
 
-def _start(module: nn.Module) -> None:
+def _initialize_weights(module: nn.Module) -> None:
     if isinstance(module, (nn.Conv2d, nn.Linear)):
         nn.init.kaiming_normal_(module.weight)
     if isinstance(module, nn.Linear):

@@ -6,21 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from sosp.errors import ArgumentError, is_number, nearest
+from sosp.errors import ArgumentError, is_number, suggest_name
 
 Width = float | Mapping[str, float]
 MOST = 64
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamWidth:
     """Layers whose outputs have one width: they are added up, or one takes the other channel by channel."""
 
     channels: int  # at factor 1
     layers: tuple[str, ...]
 
 
-def channels_of(streams: Sequence[Stream], width: Width, *, head: str) -> dict[str, int]:
+def scale_channels(streams: Sequence[StreamWidth], width: Width, *, head: str) -> dict[str, int]:
     """Layer -> output channels, for every layer but ``head``, whose width is the number of classes.
 
     ``width``: a factor for all layers, or layer, container or pattern -> factor, ``{"layer1": 2.0, "conv1": 1.5}``;
@@ -41,7 +41,7 @@ def _factors(layers: Sequence[str], width: Width, head: str) -> dict[str, float]
     found: dict[str, float] = {}
     for name, factor in width.items():
         number = _factor(f"width[{name!r}]", factor)
-        for layer in _named(name, layers, head):
+        for layer in _find_layers(name, layers, head):
             found[layer] = max(found.get(layer, 0.0), number)
     return found
 
@@ -55,20 +55,20 @@ def _factor(what: str, found: object) -> float:
     return float(found)
 
 
-def _named(name: str, layers: Sequence[str], head: str) -> list[str]:
+def _find_layers(name: str, layers: Sequence[str], head: str) -> list[str]:
     """The layers that ``name`` covers: itself, all in the container, all that fit the pattern."""
-    known = dict.fromkeys(part for layer in [*layers, head] for part in _upwards(layer))
+    known = dict.fromkeys(part for layer in [*layers, head] for part in _list_containers(layer))
     roots = [n for n in known if isinstance(name, str) and (n == name or fnmatchcase(n, name))]
-    covered = [layer for layer in layers if any(part in roots for part in _upwards(layer))]
+    covered = [layer for layer in layers if any(part in roots for part in _list_containers(layer))]
     if roots and not covered:
         raise ArgumentError(f"width names {name!r}, whose width is the number of classes: choose it by classes=.")
     if not covered:
-        hint = nearest(str(name), known)
+        hint = suggest_name(str(name), known)
         raise ArgumentError(f"width names {name!r}, which is no layer of the network, nor holds one.{hint}")
     return covered
 
 
-def _upwards(layer: str) -> list[str]:
+def _list_containers(layer: str) -> list[str]:
     """The layer and the containers it is in: ``a.b.c``, ``a.b``, ``a``."""
     parts = layer.split(".")
     return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]

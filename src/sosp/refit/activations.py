@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 Range = tuple[float, float]
-EVERYTHING: Range = (-inf, inf)
-Act = Callable[[Tensor], Tensor]
+FULL_RANGE: Range = (-inf, inf)
+Activation = Callable[[Tensor], Tensor]
 # Ops that treat every element by itself.
 ACTIVATIONS = frozenset(
     {
@@ -26,11 +26,11 @@ CLIPS: dict[str, Callable[..., Range]] = {
 }
 
 
-def unchanged(x: Tensor) -> Tensor:
+def return_input(x: Tensor) -> Tensor:
     return x
 
 
-def activation(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Act:
+def bind_activation(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Activation:
     """The op as a function of one tensor, which it leaves as it is."""
     rest = {k: v for k, v in kwargs.items() if k not in ("input", "inplace")}
     more = tuple(False if isinstance(a, bool) else a for a in args[1:])  # inplace is the only one that is a bool

@@ -8,30 +8,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sosp.core.losses import classes_axis, logits_of
-from sosp.refit.inputs import Part
-from sosp.refit.layer_errors import Measure
+from sosp.core.losses import find_class_axis, find_logits
+from sosp.refit.inputs import InputPart
+from sosp.refit.layer_errors import ErrorMeasure
 
 
-def answers(model: nn.Module, parts: Sequence[Part]) -> Tensor:
+def collect_outputs(model: nn.Module, parts: Sequence[InputPart]) -> Tensor:
     """(R, C) the outputs for all inputs held out, one row for each answer (an input, a pixel, a token)."""
     rows = []
     for part in parts:
         if part.held:
-            logits = logits_of(part.chunk.run(model))
-            axis = classes_axis(logits)
+            logits = find_logits(part.chunk.run(model))
+            axis = find_class_axis(logits)
             rows.append(logits.movedim(axis, -1).reshape(-1, logits.shape[axis]))
     return torch.cat(rows)
 
 
 @dataclass(frozen=True)
-class Likeness:
+class OutputAgreement:
     """How like the original's answers some answers are."""
 
     agreement: float  # share of those with the same largest output; of numbers, share of their variance
     error: float
 
     @classmethod
-    def of(cls, ours: Tensor, theirs: Tensor, measure: Measure, *, classes: bool) -> Likeness:
+    def of(cls, ours: Tensor, theirs: Tensor, measure: ErrorMeasure, *, classes: bool) -> OutputAgreement:
         error = float(measure.error(ours, theirs))
         return cls(float((ours.argmax(1) == theirs.argmax(1)).double().mean()) if classes else 1 - error, error)

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sosp.core.layers import layer_type
+from sosp.core.layer_types import find_layer_type
 from sosp.core.scatter import scatter_output
-from sosp.refit.comparison_points import Trails
-from sosp.refit.hooks import Listener, known
+from sosp.refit.comparison_points import ChannelTracker
+from sosp.refit.hooks import OutputListener, is_layer_or_norm
 
 BYTES = 2**30  # kept at most
 
@@ -21,33 +21,33 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 Forward = Callable[..., Any]
 
 
-class Memory:
+class BlockCache:
     """Of every part of the inputs, the outputs of modules that ended before the layers that still change."""
 
-    def __init__(self, model: nn.Module, trails: Trails) -> None:
+    def __init__(self, model: nn.Module, trails: ChannelTracker) -> None:
         modules = dict(model.named_modules())
-        loud = [n for n, m in modules.items() if n in trails.keeping or _is_heard(m)]
+        loud = [n for n, m in modules.items() if n in trails.keeping or _has_foreign_hooks(m)]
         quiet = {n: m for n, m in modules.items() if n in trails.spans and not any(_inside(name, n) for name in loud)}
         pure = {n: m for n, m in quiet.items() if n not in trails.writing}
         self.spans, self.quiet = trails.spans, quiet
         self.blocks = [n for n, m in pure.items() if n and _is_block(m)]
         # What is written inside of a chain stays inside.
-        self.chains = [_links(n, m, quiet) for n, m in pure.items() if type(m) is nn.Sequential]
+        self.chains = [_list_chain_modules(n, m, quiet) for n, m in pure.items() if type(m) is nn.Sequential]
         self.kept: dict[tuple[str, int], Tensor] = {}
 
     @contextmanager
-    def used(self, layer: int, part: int, listener: Listener) -> Iterator[None]:
+    def used(self, layer: int, part: int, listener: OutputListener) -> Iterator[None]:
         """For a pass over this part in which layers from that number on change."""
         done = [n for n in self.blocks if self.spans[n].end <= layer]
         done = [n for n in done if _parent(n) not in done]
         passed = self._passed(part, done)
         with ExitStack() as stack:
             for name in passed:
-                stack.enter_context(_instead(self.quiet[name], self._silent(name, listener, None), hooks=False))
+                stack.enter_context(_replace_forward(self.quiet[name], self._silent(name, listener, None), hooks=False))
             for name in [n for n in done if n not in passed]:
                 known = self.kept.get((name, part))
                 give = self._recorder(name, part) if known is None else self._silent(name, listener, known)
-                stack.enter_context(_instead(self.quiet[name], give, hooks=True))
+                stack.enter_context(_replace_forward(self.quiet[name], give, hooks=True))
             yield
         self._forget(part, done)
 
@@ -65,7 +65,7 @@ class Memory:
             if name not in done or name in passed:
                 self.kept.pop((name, part), None)
 
-    def _silent(self, name: str, listener: Listener, known: Tensor | None) -> Forward:
+    def _silent(self, name: str, listener: OutputListener, known: Tensor | None) -> Forward:
         """Without computing anything."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ class Memory:
 
 
 @contextmanager
-def _instead(module: nn.Module, forward: Forward, *, hooks: bool) -> Iterator[None]:
+def _replace_forward(module: nn.Module, forward: Forward, *, hooks: bool) -> Iterator[None]:
     """Another forward, with the module's hooks (a scatter, which comes behind it) or without."""
     own = module.__dict__
     new = {"forward": forward, **({} if hooks else {key: OrderedDict() for key in HOOKS})}
@@ -101,20 +101,20 @@ def _instead(module: nn.Module, forward: Forward, *, hooks: bool) -> Iterator[No
         own.update(old)
 
 
-def _links(name: str, chain: nn.Sequential, quiet: dict[str, nn.Module]) -> list[str]:
+def _list_chain_modules(name: str, chain: nn.Sequential, quiet: dict[str, nn.Module]) -> list[str]:
     """The modules of a chain, if all of them are called once."""
     names = [f"{name}.{child}".lstrip(".") for child in chain._modules]
     return names if all(n in quiet for n in names) else []
 
 
-def _is_heard(module: nn.Module) -> bool:
+def _has_foreign_hooks(module: nn.Module) -> bool:
     """Somebody is told when it runs."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(hook is not scatter_output for hook in hooks)
 
 
 def _is_block(module: nn.Module) -> bool:
-    return not known(module) and any(layer_type(m) is not None for m in module.modules())
+    return not is_layer_or_norm(module) and any(find_layer_type(m) is not None for m in module.modules())
 
 
 def _parent(name: str) -> str:

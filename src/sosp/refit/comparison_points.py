@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sosp.core.layers import channel_axis, layer_type
+from sosp.core.layer_types import find_channel_axis, find_layer_type
 from sosp.core.scatter import Scatter
-from sosp.graph.labels import SAME
-from sosp.graph.ops import DROPOUTS, name_of
-from sosp.refit.activations import ACTIVATIONS, CLIPS, EVERYTHING, Act, Range, activation, unchanged
-from sosp.refit.hooks import SUMS, Watch, known
-from sosp.refit.layer_matrix import Use
-from sosp.refit.module_spans import Held, Span, versions
+from sosp.graph.labels import IDENTITY_OPS
+from sosp.graph.ops import DROPOUTS, find_op_name
+from sosp.refit.activations import ACTIVATIONS, CLIPS, FULL_RANGE, Activation, Range, bind_activation, return_input
+from sosp.refit.hooks import SUMS, ForwardWatcher, is_layer_or_norm
+from sosp.refit.layer_matrix import LayerUse
+from sosp.refit.module_activity import AttributeSnapshot, ModuleInterval, count_writes
 
 PRODUCTS = frozenset({"mul", "__mul__", "__imul__", "__rmul__", "multiply"})
 
 
 @dataclass(frozen=True, eq=False)
-class Trail:
+class TrackedChannels:
     """A layer's channels in a tensor further on: multiplied by a factor, with something added that is not theirs."""
 
     places: Tensor  # (C,) the channel of the tensor that holds each of them; -1: none does
@@ -39,15 +39,15 @@ class Trail:
 
 
 @dataclass(frozen=True, eq=False)
-class Point:
+class ComparisonPoint:
     """Where a layer is compared."""
 
     layer: str
     axis: int  # of the channels
-    trail: Trail
+    trail: TrackedChannels
     start: int = 0  # so many additions had been made when the layer was done
     sum: int | None = None  # behind this addition, counted from 0; else behind its norm, or the layer itself
-    clip: Range = EVERYTHING  # what is outside of this range makes no difference to all that follows
+    clip: Range = FULL_RANGE  # what is outside of this range makes no difference to all that follows
     needs: int = -1  # the last layer that must be repaired before it: it feeds this one, or what this is added to
 
     @property
@@ -57,35 +57,37 @@ class Point:
 
 
 @dataclass(eq=False)
-class Value:
+class TrackedTensor:
     """What a tensor holds, until something is written into it."""
 
     tensor: Tensor  # kept alive, so that its number is not given to another
     age: int = -1  # the newest layer it depends on
-    trails: dict[str, Trail] = field(default_factory=dict)
+    trails: dict[str, TrackedChannels] = field(default_factory=dict)
     uses: list[Range | None] = field(default_factory=list)  # one for every op it was given to
-    origin: tuple[Value, Act] | None = None  # what an activation made it of
+    origin: tuple[TrackedTensor, Activation] | None = None  # what an activation made it of
     fixed: bool = False  # a parameter, or made of parameters alone
 
 
-class Trails(Watch):
+class ChannelTracker(ForwardWatcher):
     """Where the layers of a network can be compared, from one forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.order: list[str] = []  # layers, as they are called
         self.times: Counter[str] = Counter()  # layers and norms: how often
-        self.points: dict[str, Point] = {}
-        self.bases: dict[str, Point] = {}  # behind the layer's own norm, or itself: before any sum
-        self.now: dict[str, Value] = {}  # layer -> the newest value that it stands in alone
-        self.given: dict[str, Value] = {}  # layer -> what it reads
-        self.made: dict[str, Value] = {}  # layer -> what it computes
-        self.weights: dict[str, Use | None] = {}  # layer -> how it used its weight
-        self.sums: list[dict[str, Trail]] = []  # the layers that stand in each addition
+        self.points: dict[str, ComparisonPoint] = {}
+        self.bases: dict[str, ComparisonPoint] = {}  # behind the layer's own norm, or itself: before any sum
+        self.now: dict[str, TrackedTensor] = {}  # layer -> the newest value that it stands in alone
+        self.given: dict[str, TrackedTensor] = {}  # layer -> what it reads
+        self.made: dict[str, TrackedTensor] = {}  # layer -> what it computes
+        self.weights: dict[str, LayerUse | None] = {}  # layer -> how it used its weight
+        self.sums: list[dict[str, TrackedChannels]] = []  # the layers that stand in each addition
         self.homes: list[str] = []  # the module each addition was made in
-        self.values: dict[int, Value] = {}
-        self.spans: dict[str, Span] = {}  # modules that are called once
-        self.entered: dict[str, tuple[int, Held, list[int]]] = {}  # sums before, what it held, versions of its inputs
+        self.values: dict[int, TrackedTensor] = {}
+        self.spans: dict[str, ModuleInterval] = {}  # modules that are called once
+        self.entered: dict[
+            str, tuple[int, AttributeSnapshot, list[int]]
+        ] = {}  # sums before, what it held, versions of its inputs
         self.calls: Counter[str] = Counter()  # all modules
         self.keeping: set[str] = set()  # modules that keep something of a pass
         self.writing: set[str] = set()  # and those that write into what they are given
@@ -98,30 +100,30 @@ class Trails(Watch):
         result = func(*args, **kwargs)
         made = [y for y in tree_leaves(result) if isinstance(y, Tensor)]
         if made:
-            name = name_of(func)
+            name = find_op_name(func)
             for value in given:
                 value.uses.append(CLIPS[name](*args, **kwargs) if name in CLIPS else None)
             for y in made:
                 self.put(y, max([-1, *(value.age for value in given)])).fixed = all(value.fixed for value in given)
             self.step(name, given, self.values[id(made[0])], kwargs)
             if name in ACTIVATIONS and len(given) == 1:
-                self.values[id(made[0])].origin = (given[0], activation(func, args, kwargs))
+                self.values[id(made[0])].origin = (given[0], bind_activation(func, args, kwargs))
         return result
 
-    def value(self, x: Tensor) -> Value:
+    def value(self, x: Tensor) -> TrackedTensor:
         if id(x) not in self.values:
             self.put(x, -1).fixed = id(x) in self.fixed
         return self.values[id(x)]
 
-    def put(self, x: Tensor, age: int) -> Value:
-        self.values[id(x)] = made = Value(x, age)
+    def put(self, x: Tensor, age: int) -> TrackedTensor:
+        self.values[id(x)] = made = TrackedTensor(x, age)
         return made
 
-    def step(self, name: str, given: list[Value], y: Value, options: Mapping[str, Any]) -> None:
+    def step(self, name: str, given: list[TrackedTensor], y: TrackedTensor, options: Mapping[str, Any]) -> None:
         """The trails that go on through an op."""
         if name in SUMS:
             self.add(given, y, plain="alpha" not in options)
-        elif (name in DROPOUTS or name in SAME) and given and given[0].tensor.shape == y.tensor.shape:
+        elif (name in DROPOUTS or name in IDENTITY_OPS) and given and given[0].tensor.shape == y.tensor.shape:
             self.go_on(given[0], y, given[0].trails)
         elif name in PRODUCTS and len(given) == 2:
             for value, other in (given, given[::-1]):
@@ -129,7 +131,7 @@ class Trails(Watch):
                     found = {n: self.scaled(n, t, other.tensor, y.tensor) for n, t in value.trails.items()}
                     self.go_on(value, y, {n: t for n, t in found.items() if t is not None})
 
-    def add(self, given: list[Value], y: Value, plain: bool) -> None:
+    def add(self, given: list[TrackedTensor], y: TrackedTensor, plain: bool) -> None:
         """Of the layers that stand in a sum, the one computed last is compared with it, the others before it."""
         union = {n: t for value in given for n, t in value.trails.items()} if plain else {}
         self.sums.append(union)
@@ -146,14 +148,14 @@ class Trails(Watch):
             number = len(self.sums) - 1
             self.move(last, y, replace(self.points[last], trail=union[last], sum=number, needs=needs))
 
-    def go_on(self, x: Value, y: Value, trails: dict[str, Trail]) -> None:
+    def go_on(self, x: TrackedTensor, y: TrackedTensor, trails: dict[str, TrackedChannels]) -> None:
         """The same channels in another tensor; they are still compared where they were."""
         y.trails = trails
         for name in trails:
             if self.now[name] is x:
                 self.now[name] = y
 
-    def scaled(self, name: str, trail: Trail, other: Tensor, y: Tensor) -> Trail | None:
+    def scaled(self, name: str, trail: TrackedChannels, other: Tensor, y: Tensor) -> TrackedChannels | None:
         """Behind a product with a parameter, one number for each channel or for all."""
         axis = self.points[name].axis % y.dim() - y.dim()
         wide = other.numel() > 1
@@ -162,7 +164,7 @@ class Trails(Watch):
         numbers = other.detach().reshape(-1)
         return replace(trail, factor=trail.factor * (numbers[trail.places.clamp_min(0)] if wide else numbers))
 
-    def move(self, name: str, y: Value, point: Point) -> None:
+    def move(self, name: str, y: TrackedTensor, point: ComparisonPoint) -> None:
         self.points[name], self.now[name] = point, y
         if point.sum is None:
             self.bases[name] = point
@@ -170,46 +172,48 @@ class Trails(Watch):
     # -- modules ---------------------------------------------------------------------------------------------------
 
     def enter(self, name: str, module: nn.Module, args: Any) -> None:
-        self.entered[name] = len(self.sums), Held.by(module), versions(args)
+        self.entered[name] = len(self.sums), AttributeSnapshot.by(module), count_writes(args)
 
     def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         sums, held, old = self.entered[name]
         self.calls[name] += 1
-        self.spans[name] = Span(len(self.order), len(self.sums) - sums)
-        self.keeping.update(() if held.is_still(Held.by(module)) else [name])
-        self.writing.update(() if old == versions(args) else [name])
+        self.spans[name] = ModuleInterval(len(self.order), len(self.sums) - sums)
+        self.keeping.update(() if held.is_still(AttributeSnapshot.by(module)) else [name])
+        self.writing.update(() if old == count_writes(args) else [name])
         x = next((a for a in args if isinstance(a, Tensor)), None)
-        if known(module) and x is not None and isinstance(output, Tensor):
+        if is_layer_or_norm(module) and x is not None and isinstance(output, Tensor):
             self.times[name] += 1
             given = self.value(x)
             given.uses.append(None)
             y = self.put(output, given.age)
-            (self.layer if layer_type(module) else self.norm)(name, module, given, y)
+            (self.layer if find_layer_type(module) else self.norm)(name, module, given, y)
 
-    def layer(self, name: str, module: Any, x: Value, y: Value) -> None:
-        kind = layer_type(module)
+    def layer(self, name: str, module: Any, x: TrackedTensor, y: TrackedTensor) -> None:
+        kind = find_layer_type(module)
         if self.times[name] > 1 or kind is None:
             return
-        places = through(module, torch.arange(kind.channels(module), device=y.tensor.device))
-        trail = Trail(places, y.tensor.new_ones(len(places)))
+        places = apply_scatter(module, torch.arange(kind.channels(module), device=y.tensor.device))
+        trail = TrackedChannels(places, y.tensor.new_ones(len(places)))
         y.age, y.trails = len(self.order), {name: trail}
         self.given[name], self.made[name], self.weights[name] = x, y, self.used
         self.order.append(name)
-        self.move(name, y, Point(name, channel_axis(module, y.tensor), trail, len(self.sums), needs=x.age))
+        self.move(
+            name, y, ComparisonPoint(name, find_channel_axis(module, y.tensor), trail, len(self.sums), needs=x.age)
+        )
 
-    def norm(self, name: str, module: Any, x: Value, y: Value) -> None:
-        scale = scale_of(module)
+    def norm(self, name: str, module: Any, x: TrackedTensor, y: TrackedTensor) -> None:
+        scale = compute_norm_scale(module)
         for layer, trail in x.trails.items():
             if scale is None or self.now[layer] is not x or self.points[layer].sum is not None or trail.norm:
                 continue
             factor = trail.factor * scale[trail.places.clamp_min(0)]
-            y.trails = {layer: Trail(through(module, trail.places), factor, name, trail.places)}
+            y.trails = {layer: TrackedChannels(apply_scatter(module, trail.places), factor, name, trail.places)}
             self.move(layer, y, replace(self.points[layer], trail=y.trails[layer]))
 
-    def feeding(self, name: str) -> tuple[str, Act] | None:
+    def feeding(self, name: str) -> tuple[str, Activation] | None:
         """The layer that this one alone reads, and the activation in between."""
         value = self.given[name]
-        source, act = value.origin or (value, unchanged)
+        source, act = value.origin or (value, return_input)
         layer = next((n for n in source.trails if self.now[n] is source and self.points[n].sum is None), None)
         alone = len(value.uses) == 1 and len(source.uses) == 1
         same = layer is not None and source.trails[layer] is self.points[layer].trail
@@ -223,10 +227,10 @@ class Trails(Watch):
         """The range that the one op behind a layer's point lets through."""
         point, value = self.points[name], self.now[name]
         same = value.trails.get(name) is point.trail  # nothing but the identity in between
-        return value.uses[0] or EVERYTHING if same and len(value.uses) == 1 else EVERYTHING
+        return value.uses[0] or FULL_RANGE if same and len(value.uses) == 1 else FULL_RANGE
 
 
-def through(module: nn.Module, places: Tensor) -> Tensor:
+def apply_scatter(module: nn.Module, places: Tensor) -> Tensor:
     """Where channels are once the module's own scatter has put them in place."""
     scatter = module._modules.get("scatter")
     if not isinstance(scatter, Scatter):
@@ -237,7 +241,7 @@ def through(module: nn.Module, places: Tensor) -> Tensor:
     return torch.where(to == width, -1, to)[places]
 
 
-def scale_of(norm: Any) -> Tensor | None:
+def compute_norm_scale(norm: Any) -> Tensor | None:
     """(C,) what a norm multiplies by, where it has statistics of its own."""
     if getattr(norm, "running_var", None) is None:
         return None
@@ -245,9 +249,9 @@ def scale_of(norm: Any) -> Tensor | None:
     return scale if norm.weight is None else scale * norm.weight.detach()
 
 
-def follow_layers(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[Trails, Any]:
+def track_channels(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[ChannelTracker, Any]:
     """The trails of a network that is run once, and what it returned."""
-    trails = Trails(model)
+    trails = ChannelTracker(model)
     with trails.hooked():
         outputs = run(model)
     for y in tree_leaves(outputs):

@@ -11,29 +11,29 @@ import torch
 from torch import Tensor, nn
 
 from sosp.errors import DataError
-from sosp.refit.activations import Act
-from sosp.refit.block_cache import Memory
-from sosp.refit.comparison_points import Point
-from sosp.refit.hooks import Listener, Taking
-from sosp.refit.inputs import Part
-from sosp.refit.layer_matrix import Use, groups_of, matrix, take
-from sosp.refit.least_squares import Rows, outputs_of
-from sosp.refit.two_layer_fit import Chain
+from sosp.refit.activations import Activation
+from sosp.refit.block_cache import BlockCache
+from sosp.refit.comparison_points import ComparisonPoint
+from sosp.refit.hooks import OutputCallback, OutputListener
+from sosp.refit.inputs import InputPart
+from sosp.refit.layer_matrix import LayerUse, count_groups, get_matrix, take_values
+from sosp.refit.least_squares import LayerEquations, compute_outputs
+from sosp.refit.two_layer_fit import TwoLayerEquations
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class RefitTask:
     """A layer to refit, and where it is compared in both networks."""
 
     layer: str
     number: int  # of the layer, in the order of the network
-    here: Point  # in the small network
-    there: Point  # in the original one
+    here: ComparisonPoint  # in the small network
+    there: ComparisonPoint  # in the original one
     live: Tensor  # (C,) bool, the channels that can be refitted
     origin: Tensor  # (C,) the channels of the original's layer that they are
     density: float  # positions for each input
     logits: bool  # it gives the outputs of the network
-    feed: Feed | None = None
+    feed: NextLayer | None = None
 
     @property
     def needs(self) -> int:
@@ -49,12 +49,12 @@ class Task:
 
 
 @dataclass(frozen=True, eq=False)
-class Feed:
+class NextLayer:
     """The one layer that reads what another one gives, through an activation."""
 
-    task: Task  # of the layer that reads
-    act: Act
-    use: Use  # of its weight
+    task: RefitTask  # of the layer that reads
+    act: Activation
+    use: LayerUse  # of its weight
     sizes: tuple[int, ...]  # of what it reads and of what it gives for an example, without channels
     out: tuple[int, ...]
     density: float  # positions of what it gives for each input
@@ -66,14 +66,14 @@ class Feed:
         return prod(self.use.kernel)
 
 
-class Positions:
+class PositionSampler:
     """Which positions of a tensor are looked at: the same in both networks and in every pass."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.drawn: dict[tuple[int, int, int], Tensor] = {}
 
-    def of(self, part: Part, density: float, total: int, device: torch.device) -> Tensor:
+    def of(self, part: InputPart, density: float, total: int, device: torch.device) -> Tensor:
         count = max(1, round(density * part.chunk.size))
         key = (part.number, total, count)
         if key not in self.drawn:
@@ -83,21 +83,21 @@ class Positions:
         return self.drawn[key]
 
 
-class Collector:
+class ObservationCollector:
     """Look at one network while it runs."""
 
     def __init__(
-        self, model: nn.Module, parts: Sequence[Part], positions: Positions, memory: Memory | None = None
+        self, model: nn.Module, parts: Sequence[InputPart], positions: PositionSampler, memory: BlockCache | None = None
     ) -> None:
         self.model, self.parts, self.positions, self.memory = model, parts, positions, memory
 
-    def values(self, tasks: Sequence[Task], small: bool) -> dict[str, Seen]:
+    def values(self, tasks: Sequence[RefitTask], small: bool) -> dict[str, LayerObservations]:
         """Of every task, what is compared; in the small network, also what the layers are given.
 
         Where the code looks at its inputs to decide what it does, a layer may not run on some of them: it is left out.
         """
-        found = {task.layer: Seen([], [], [], []) for task in tasks}
-        listener = Listener(self.model)
+        found = {task.layer: LayerObservations([], [], [], []) for task in tasks}
+        listener = OutputListener(self.model)
         with listener.hooked():
             for part in self.parts:
                 with self._remembered(tasks[0].number, part, listener):
@@ -106,13 +106,18 @@ class Collector:
         _check_finite(self.parts, whole, found)
         return {task.layer: found[task.layer] for task in whole}
 
-    def _remembered(self, layer: int, part: Part, listener: Listener) -> AbstractContextManager[None]:
+    def _remembered(self, layer: int, part: InputPart, listener: OutputListener) -> AbstractContextManager[None]:
         return nullcontext() if self.memory is None else self.memory.used(layer, part.number, listener)
 
     def _wanted(
-        self, tasks: Sequence[Task], part: Part, found: Mapping[str, Seen], small: bool, listener: Listener
-    ) -> dict[str | int, list[Taking]]:
-        wanted: dict[str | int, list[Taking]] = {}
+        self,
+        tasks: Sequence[RefitTask],
+        part: InputPart,
+        found: Mapping[str, LayerObservations],
+        small: bool,
+        listener: OutputListener,
+    ) -> dict[str | int, list[OutputCallback]]:
+        wanted: dict[str | int, list[OutputCallback]] = {}
         for task in tasks:
             seen = found[task.layer]
             self._look(wanted, task, seen.values, self._spots(task, part), small, listener)
@@ -124,33 +129,33 @@ class Collector:
 
     def _look(
         self,
-        wanted: dict[str | int, list[Taking]],
-        task: Task,
+        wanted: dict[str | int, list[OutputCallback]],
+        task: RefitTask,
         found: list[Tensor],
-        rows: Rule,
+        rows: PositionRule,
         small: bool,
-        listener: Listener,
+        listener: OutputListener,
     ) -> None:
         point = task.here if small else task.there
         places = point.trail.places if small else point.trail.places[task.origin]
         starts: list[int] = []  # additions made when the layer was done: with another number of them, others follow
 
-        def done(used: Use | None, output: Tensor) -> None:
+        def done(used: LayerUse | None, output: Tensor) -> None:
             starts.append(listener.sums)
 
-        def taking(used: Use | None, output: Tensor) -> None:
+        def taking(used: LayerUse | None, output: Tensor) -> None:
             if point.sum is None or starts == [point.start]:
-                values = take(output, point.axis, places.clamp_min(0), rows(output, point.axis)[0])
+                values = take_values(output, point.axis, places.clamp_min(0), rows(output, point.axis)[0])
                 found.append(values.masked_fill(~task.live, 0))
 
         if point.sum is not None:
             wanted.setdefault(point.layer, []).append(done)
         wanted.setdefault(point.module if point.sum is None else point.sum, []).append(taking)
 
-    def _inputs(self, task: Task, part: Part, found: Seen) -> Taking:
+    def _inputs(self, task: RefitTask, part: InputPart, found: LayerObservations) -> OutputCallback:
         rule = self._spots(task, part)
 
-        def taking(used: Use | None, output: Tensor) -> None:
+        def taking(used: LayerUse | None, output: Tensor) -> None:
             assert used is not None
             rows, where = rule(output, task.here.axis)
             found.inputs.append(used.inputs(output.shape, rows))
@@ -158,7 +163,7 @@ class Collector:
 
         return taking
 
-    def _spots(self, task: Task, part: Part) -> Rule:
+    def _spots(self, task: RefitTask, part: InputPart) -> PositionRule:
         """Where the layer is looked at: anywhere, or where the layer behind it reads."""
         feed = task.feed
         if feed is None:
@@ -173,7 +178,7 @@ class Collector:
 
         return rule
 
-    def _drawn(self, task: Task, part: Part) -> Rule:
+    def _drawn(self, task: RefitTask, part: InputPart) -> PositionRule:
         density = task.density if task.feed is None else task.feed.density
 
         def rule(output: Tensor, axis: int) -> tuple[Tensor, Tensor]:
@@ -184,11 +189,13 @@ class Collector:
         return rule
 
 
-Rule = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # output, axis of channels -> positions, places among those read
+PositionRule = Callable[
+    [Tensor, int], tuple[Tensor, Tensor]
+]  # output, axis of channels -> positions, places among those read
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class LayerObservations:
     """Of one layer, a tensor for every part."""
 
     inputs: list[Tensor]  # (G, R, K)
@@ -196,18 +203,20 @@ class Seen:
     where: list[Tensor]  # (R,)
     behind: list[Tensor]  # (R', C') of the layer that reads it
 
-    def is_whole(self, task: Task, parts: int, small: bool) -> bool:
+    def is_whole(self, task: RefitTask, parts: int, small: bool) -> bool:
         """Every part has given what the task wants."""
         wanted = [self.values, *([self.inputs] if small else []), *([] if task.feed is None else [self.behind])]
         return all(len(values) == parts for values in wanted)
 
-    def rows(self, target: Seen, chosen: list[int]) -> Rows:
+    def rows(self, target: LayerObservations, chosen: list[int]) -> LayerEquations:
         """Equations of some parts."""
         now, wanted = (torch.cat([x.values[k] for k in chosen]) for x in (self, target))
-        return Rows(torch.cat([self.inputs[k] for k in chosen], 1), now, wanted)
+        return LayerEquations(torch.cat([self.inputs[k] for k in chosen], 1), now, wanted)
 
 
-def _check_finite(parts: Sequence[Part], tasks: Sequence[Task], found: Mapping[str, Seen]) -> None:
+def _check_finite(
+    parts: Sequence[InputPart], tasks: Sequence[RefitTask], found: Mapping[str, LayerObservations]
+) -> None:
     """All at once: a GPU would wait for every single answer."""
     named = [pair for task in tasks for pair in _named(task, found[task.layer])]
     if not named:
@@ -222,38 +231,46 @@ def _check_finite(parts: Sequence[Part], tasks: Sequence[Task], found: Mapping[s
             )
 
 
-def _named(task: Task, seen: Seen) -> list[tuple[str, list[Tensor]]]:
+def _named(task: RefitTask, seen: LayerObservations) -> list[tuple[str, list[Tensor]]]:
     """Whose values they are; the original's layers are not asked for their inputs."""
     reader = task.layer if task.feed is None else task.feed.task.layer
     every = [(task.layer, seen.inputs), (task.layer, seen.values), (reader, seen.behind)]
     return [(layer, values) for layer, values in every if values]
 
 
-def equations(parts: Sequence[Part], now: Seen, target: Seen) -> tuple[Rows, Rows]:
+def build_equations(
+    parts: Sequence[InputPart], now: LayerObservations, target: LayerObservations
+) -> tuple[LayerEquations, LayerEquations]:
     """Those to fit to, and those held out."""
-    fitted, held = _sides(parts)
+    fitted, held = _split_parts(parts)
     return now.rows(target, fitted), now.rows(target, held)
 
 
-def _sides(parts: Sequence[Part]) -> tuple[list[int], list[int]]:
+def _split_parts(parts: Sequence[InputPart]) -> tuple[list[int], list[int]]:
     fitted, held = ([k for k, part in enumerate(parts) if part.held == which] for which in (False, True))
     return fitted, held
 
 
-def chains(model: nn.Module, feed: Feed, parts: Sequence[Part], now: Seen, target: Seen) -> tuple[Chain, Chain]:
+def build_two_layer_equations(
+    model: nn.Module, feed: NextLayer, parts: Sequence[InputPart], now: LayerObservations, target: LayerObservations
+) -> tuple[TwoLayerEquations, TwoLayerEquations]:
     """The same with the layer that reads it."""
-    fitted, held = (_chain(model, feed, now, target, chosen) for chosen in _sides(parts))
+    fitted, held = (_build_two_layer_side(model, feed, now, target, chosen) for chosen in _split_parts(parts))
     return fitted, held
 
 
-def _chain(model: nn.Module, feed: Feed, now: Seen, target: Seen, chosen: list[int]) -> Chain:
+def _build_two_layer_side(
+    model: nn.Module, feed: NextLayer, now: LayerObservations, target: LayerObservations, chosen: list[int]
+) -> TwoLayerEquations:
     reader = model.get_submodule(feed.task.layer)
-    W, factor = matrix(reader), feed.task.here.trail.factor * feed.task.live
+    W, factor = get_matrix(reader), feed.task.here.trail.factor * feed.task.live
     taps = feed.taps
     sizes = [len(now.behind[k]) * taps for k in chosen]
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     where = torch.cat([now.where[k] + start for k, start in zip(chosen, starts, strict=True)])
     behind, goal = (torch.cat([x.behind[k] for k in chosen]) for x in (now, target))
-    chain = Chain(now.rows(target, chosen), where, taps, groups_of(reader), feed.act, goal, behind, behind)
-    given = outputs_of(chain.inputs(feed.act(chain.first.now)), W.mT) * factor
+    chain = TwoLayerEquations(
+        now.rows(target, chosen), where, taps, count_groups(reader), feed.act, goal, behind, behind
+    )
+    given = compute_outputs(chain.inputs(feed.act(chain.first.now)), W.mT) * factor
     return replace(chain, rest=behind - given)

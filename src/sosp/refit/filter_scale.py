@@ -11,23 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.refit.comparison_points import Trail, Trails
-from sosp.refit.layer_matrix import matrix, set_matrix
+from sosp.refit.comparison_points import ChannelTracker, TrackedChannels
+from sosp.refit.layer_matrix import get_matrix, set_matrix
 
 
 @torch.no_grad()
-def level(small: nn.Module, twin: nn.Module, trails: Trails, layers: list[str]) -> None:
+def restore_filter_lengths(small: nn.Module, twin: nn.Module, trails: ChannelTracker, layers: list[str]) -> None:
     """The filters of some layers of ``twin`` become as long as in ``small``, where batch norms make up for it."""
     for name in layers:
         trail = trails.bases[name].trail
         norm: Any = twin.get_submodule(trail.norm) if trail.norm else None
         layer = twin.get_submodule(name)
         fits = isinstance(norm, nn.modules.batchnorm._NormBase) and norm.weight is not None
-        if fits and trails.is_read_once(name) and not _repeats(layer):
+        if fits and trails.is_read_once(name) and not _has_repeated_channels(layer):
             _scale(layer, norm, trail, _lengths(small.get_submodule(name)) / _lengths(layer))
 
 
-def _repeats(layer: nn.Module) -> bool:
+def _has_repeated_channels(layer: nn.Module) -> bool:
     """One of its channels stands in several places of what it gives."""
     scatter: Any = layer._modules.get("scatter")
     return scatter is not None and len(scatter.source.unique()) < len(scatter.source)
@@ -35,15 +35,15 @@ def _repeats(layer: nn.Module) -> bool:
 
 def _lengths(layer: Any) -> Tensor:
     """(C,) of the filters."""
-    return matrix(layer).flatten(0, 1).double().norm(dim=1)
+    return get_matrix(layer).flatten(0, 1).double().norm(dim=1)
 
 
-def _scale(layer: Any, norm: Any, trail: Trail, by: Tensor) -> None:
+def _scale(layer: Any, norm: Any, trail: TrackedChannels, by: Tensor) -> None:
     """Filters times positive numbers, (C,); the norm computes what it did. Numbers that are none mean nothing."""
     assert trail.within is not None
     good = (by > 0) & by.isfinite() & (trail.within >= 0)
     by, channels = torch.where(good, by, 1), trail.within[good]
-    old = matrix(layer)
+    old = get_matrix(layer)
     set_matrix(layer, (by.reshape(*old.shape[:2], 1) * old).to(old.dtype))
     if layer.bias is not None:
         layer.bias.mul_(by)

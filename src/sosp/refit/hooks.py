@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sosp.core.layers import is_norm, layer_type
-from sosp.graph.ops import name_of
+from sosp.core.layer_types import find_layer_type, is_norm
+from sosp.graph.ops import find_op_name
 from sosp.graph.weighted_ops import DENSE
-from sosp.refit.layer_matrix import Use, use_of
+from sosp.refit.layer_matrix import LayerUse, find_layer_use
 
 SUMS = frozenset({"add", "__add__", "__iadd__", "__radd__"})
 
 
-def known(module: nn.Module) -> bool:
+def is_layer_or_norm(module: nn.Module) -> bool:
     """A layer or a norm of single channels."""
-    return layer_type(module) is not None or is_norm(module)
+    return find_layer_type(module) is not None or is_norm(module)
 
 
-class Watch(TorchFunctionMode):
+class ForwardWatcher(TorchFunctionMode):
     """Told of every op outside of layers and norms, whose own ops are none of the network's."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,7 +31,7 @@ class Watch(TorchFunctionMode):
         self.model = model
         self.inside: list[str] = [""]
         self.resting = 0  # so many layers and norms are at work
-        self.used: Use | None = None  # how the layer at work used its weight
+        self.used: LayerUse | None = None  # how the layer at work used its weight
 
     def op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call it."""
@@ -50,8 +50,8 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.resting:
             return self.op(func, args, kwargs or {})
-        if (name := name_of(func)) in DENSE:
-            self.used = self.used or use_of(self.model.get_submodule(self.inside[-1]), name, args, kwargs or {})
+        if (name := find_op_name(func)) in DENSE:
+            self.used = self.used or find_layer_use(self.model.get_submodule(self.inside[-1]), name, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     @contextmanager
@@ -60,8 +60,10 @@ class Watch(TorchFunctionMode):
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
                 if self.minds(module):
-                    stack.callback(module.register_forward_pre_hook(self._before(name, known(module))).remove)
-                    stack.callback(module.register_forward_hook(self._behind(name, known(module))).remove)
+                    stack.callback(
+                        module.register_forward_pre_hook(self._before(name, is_layer_or_norm(module))).remove
+                    )
+                    stack.callback(module.register_forward_hook(self._behind(name, is_layer_or_norm(module))).remove)
             stack.enter_context(self)
             yield
 
@@ -84,34 +86,34 @@ class Watch(TorchFunctionMode):
         return hook
 
 
-class Enough(BaseException):
+class PassCompleteError(BaseException):
     """All that was wanted of a pass is there. (No Exception: the user's code may catch those.)"""
 
 
-Taking = Callable[[Use | None, Tensor], None]  # of how a layer used its weight, and what came out
+OutputCallback = Callable[[LayerUse | None, Tensor], None]  # of how a layer used its weight, and what came out
 
 
-class Listener(Watch):
+class OutputListener(ForwardWatcher):
     """Look at the outputs of some modules and at some sums, by name and by number; end the pass when all are seen."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.wanted: dict[str | int, Sequence[Taking]] = {}
+        self.wanted: dict[str | int, Sequence[OutputCallback]] = {}
         self.sums = 0  # so far
 
     def minds(self, module: nn.Module) -> bool:
-        return known(module)
+        return is_layer_or_norm(module)
 
-    def listen(self, wanted: Mapping[str | int, Sequence[Taking]], run: Callable[[nn.Module], Any]) -> None:
+    def listen(self, wanted: Mapping[str | int, Sequence[OutputCallback]], run: Callable[[nn.Module], Any]) -> None:
         """Run the network as far as needed."""
         self.wanted, self.sums = dict(wanted), 0
         self.inside, self.resting = [""], 0  # a pass that ended early never left some modules
-        with suppress(Enough):
+        with suppress(PassCompleteError):
             run(self.model)
 
     def op(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        if name_of(func) in SUMS and isinstance(result, Tensor):
+        if find_op_name(func) in SUMS and isinstance(result, Tensor):
             self.take(self.sums, None, result)
             self.sums += 1
         return result
@@ -120,17 +122,19 @@ class Listener(Watch):
         if name in self.wanted:
             self.take(name, self.used, output)
 
-    def take(self, key: str | int, used: Use | None, output: Tensor) -> None:
+    def take(self, key: str | int, used: LayerUse | None, output: Tensor) -> None:
         """What is wanted of it is taken at once: it may be written into."""
         with torch._C.DisableTorchFunction():
             for taking in self.wanted.pop(key, ()):
                 taking(used, output)
         if not self.wanted:
-            raise Enough
+            raise PassCompleteError
 
 
-def listen(model: nn.Module, wanted: Mapping[str | int, Sequence[Taking]], run: Callable[[nn.Module], Any]) -> None:
+def listen_to_outputs(
+    model: nn.Module, wanted: Mapping[str | int, Sequence[OutputCallback]], run: Callable[[nn.Module], Any]
+) -> None:
     """One pass."""
-    listener = Listener(model)
+    listener = OutputListener(model)
     with listener.hooked():
         listener.listen(wanted, run)

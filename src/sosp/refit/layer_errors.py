@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sosp.refit.activations import EVERYTHING, Range
+from sosp.refit.activations import FULL_RANGE, Range
 
 
 @dataclass(frozen=True)
-class Measure:
+class ErrorMeasure:
     """An error, and targets for the outputs as they are now: squares of what is missing to them lie above the error.
 
     So fitting to the targets lowers the error, and where they depend on the outputs, again and again.
@@ -22,7 +22,7 @@ class Measure:
     towards: Callable[[Tensor, Tensor], Tensor] | None = None  # (R, C) from both; None: the targets as they are
 
 
-def squares(clip: Range) -> Measure:
+def build_squared_error(clip: Range) -> ErrorMeasure:
     """Squares behind an activation that clips: where both lie beyond the same end there is nothing to correct."""
     low, high = clip
 
@@ -34,10 +34,10 @@ def squares(clip: Range) -> Measure:
         found = torch.where(target <= low, outputs.clamp_max(low), target)
         return torch.where(target >= high, outputs.clamp_min(high), found)
 
-    return Measure(error, None if clip == EVERYTHING else towards)
+    return ErrorMeasure(error, None if clip == FULL_RANGE else towards)
 
 
-def divergence() -> Measure:
+def build_divergence() -> ErrorMeasure:
     """Of Kullback and Leibler, for logits. A softmax has a slope of at most 1/2: 2 (p - q) does not go too far."""
 
     def error(outputs: Tensor, target: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def divergence() -> Measure:
     def towards(outputs: Tensor, target: Tensor) -> Tensor:
         return outputs + 2 * (target.softmax(1) - outputs.softmax(1))
 
-    return Measure(error, towards)
+    return ErrorMeasure(error, towards)
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:

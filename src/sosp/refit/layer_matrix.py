@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sosp.core.layers import layer_type
-from sosp.graph.ops import CONVOLUTIONS, TRANSPOSED, arguments
+from sosp.core.layer_types import find_layer_type
+from sosp.graph.ops import CONVOLUTIONS, TRANSPOSED, name_arguments
 
 Sizes = tuple[int, ...]
 
@@ -22,13 +22,13 @@ def is_plain(layer: Any) -> bool:
     return layer._parameters.get("weight") is not None
 
 
-def groups_of(layer: Any) -> int:
+def count_groups(layer: Any) -> int:
     return int(getattr(layer, "groups", 1))
 
 
-def matrix(layer: Any) -> Tensor:
+def get_matrix(layer: Any) -> Tensor:
     """(G, C/G, K): for each group, a row of weights for each of its outputs."""
-    weight, G = layer.weight.detach(), groups_of(layer)
+    weight, G = layer.weight.detach(), count_groups(layer)
     if not isinstance(layer, nn.modules.conv._ConvNd):
         return (weight if _rows_first(layer) else weight.T)[None]
     if not layer.transposed:
@@ -40,7 +40,7 @@ def matrix(layer: Any) -> Tensor:
 @torch.no_grad()
 def set_matrix(layer: Any, new: Tensor) -> None:
     """The inverse of ``matrix``, in place."""
-    weight, G = layer.weight, groups_of(layer)
+    weight, G = layer.weight, count_groups(layer)
     if not isinstance(layer, nn.modules.conv._ConvNd):
         weight.copy_(new[0] if _rows_first(layer) else new[0].T)
     elif not layer.transposed:
@@ -52,11 +52,11 @@ def set_matrix(layer: Any, new: Tensor) -> None:
 
 
 def _rows_first(layer: Any) -> bool:
-    kind = layer_type(layer)
+    kind = find_layer_type(layer)
     return kind is None or kind.weight_axis == 0
 
 
-def take(output: Tensor, axis: int, channels: Tensor, rows: Tensor) -> Tensor:
+def take_values(output: Tensor, axis: int, channels: Tensor, rows: Tensor) -> Tensor:
     """(R, C) some channels at some positions, which are counted over all axes but that of the channels."""
     axis %= output.dim()
     behind = prod(output.shape[axis + 1 :])
@@ -65,7 +65,7 @@ def take(output: Tensor, axis: int, channels: Tensor, rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Use:
+class LayerUse:
     """How a layer's weight was used: by which op, on which tensor (a layer may pad it first), with which numbers."""
 
     x: Tensor
@@ -128,18 +128,18 @@ def _numbers(index: Tensor, sizes: Sizes, steps: Sizes, within: Sequence[int]) -
     return found
 
 
-def use_of(layer: Any, op: str, args: Any, kwargs: Mapping[str, Any]) -> Use | None:
+def find_layer_use(layer: Any, op: str, args: Any, kwargs: Mapping[str, Any]) -> LayerUse | None:
     """How an op used the layer's weight; None where it used something else."""
-    given = arguments(op, args, kwargs)
+    given = name_arguments(op, args, kwargs)
     if given["weight"] is not getattr(layer, "weight", None):
         return None
     if op not in CONVOLUTIONS | TRANSPOSED:
-        return Use(given["input"])
+        return LayerUse(given["input"])
     kernel = tuple(layer.weight.shape[2:])
     stride, dilation = (_each(given.get(key, 1), kernel) for key in ("stride", "dilation"))
     transposed = op in TRANSPOSED
     padding = _edges(given, kernel, dilation, transposed)
-    return Use(given["input"], kernel, stride, dilation, padding, int(given.get("groups", 1)), transposed)
+    return LayerUse(given["input"], kernel, stride, dilation, padding, int(given.get("groups", 1)), transposed)
 
 
 def _each(value: Any, kernel: Sizes) -> Sizes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sosp.refit.layer_errors import Measure
+from sosp.refit.layer_errors import ErrorMeasure
 
 # In units of the variance of an input.
 RIDGES = (1e-10, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -19,7 +19,7 @@ FACTORS = 2**26  # numbers of the matrices that are factorised side by side
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class LayerEquations:
     """Equations: a layer's inputs, what comes of them now, and what should."""
 
     X: Tensor  # (G, R, K), in groups
@@ -28,7 +28,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Fit:
+class LayerFit:
     """A change of a layer's weights, and its error on the rows held out."""
 
     delta: Tensor  # (G, C/G, K)
@@ -37,30 +37,34 @@ class Fit:
     after: float
 
 
-def fit(rows: Rows, held: Rows, measure: Measure, inputs: Standardised) -> Fit | None:
+def fit_weights(
+    rows: LayerEquations, held: LayerEquations, measure: ErrorMeasure, inputs: StandardisedInputs
+) -> LayerFit | None:
     """The change of the weights that brings the outputs closest to their targets; None if it cannot be computed."""
-    search = Search(rows, held, measure, inputs)
+    search = RidgeSearch(rows, held, measure, inputs)
     best = search.over_ridges()
     return best if best is None or measure.towards is None else search.towards(best, measure.towards)
 
 
-class Search:
+class RidgeSearch:
     """Try changes on the rows held out."""
 
-    def __init__(self, rows: Rows, held: Rows, measure: Measure, inputs: Standardised) -> None:
+    def __init__(
+        self, rows: LayerEquations, held: LayerEquations, measure: ErrorMeasure, inputs: StandardisedInputs
+    ) -> None:
         self.rows, self.held, self.measure, self.inputs = rows, held, measure, inputs
         self.Z = inputs.of(held.X)
 
-    def over_ridges(self) -> Fit | None:
+    def over_ridges(self) -> LayerFit | None:
         right, shift = self.inputs.right_side(self.rows.target - self.rows.now)
         return self.best(self.inputs.solve(right, RIDGES), shift)
 
-    def towards(self, best: Fit, targets: Callable[[Tensor, Tensor], Tensor]) -> Fit:
+    def towards(self, best: LayerFit, targets: Callable[[Tensor, Tensor], Tensor]) -> LayerFit:
         """Move the targets along with the outputs, as long as that helps."""
-        new: Fit | None = best
+        new: LayerFit | None = best
         for _ in range(STEPS):
             assert new is not None
-            now = self.rows.now + outputs_of(self.rows.X, new.delta.mT) + new.shift
+            now = self.rows.now + compute_outputs(self.rows.X, new.delta.mT) + new.shift
             right, shift = self.inputs.right_side(targets(now, self.rows.target) - self.rows.now)
             new = self.best(self.inputs.solve(right, [best.ridge]), shift)
             if new is None or not new.after < best.after:
@@ -68,20 +72,20 @@ class Search:
             best = new
         return best
 
-    def best(self, changes: Mapping[float, Tensor], shift: Tensor) -> Fit | None:
+    def best(self, changes: Mapping[float, Tensor], shift: Tensor) -> LayerFit | None:
         """Of changes with several regularisations."""
         if not changes:
             return None
         errors = [self.error(change, shift) for change in changes.values()]
         after, ridge = min(zip(torch.stack(errors).nan_to_num(torch.inf).tolist(), changes, strict=True))
         delta = changes[ridge] * self.inputs.scale.mT
-        return Fit(delta.mT, shift - outputs_of(self.inputs.mean, delta)[0], ridge, after)
+        return LayerFit(delta.mT, shift - compute_outputs(self.inputs.mean, delta)[0], ridge, after)
 
     def error(self, change: Tensor, shift: Tensor) -> Tensor:
-        return self.measure.error(self.held.now + outputs_of(self.Z, change) + shift, self.held.target)
+        return self.measure.error(self.held.now + compute_outputs(self.Z, change) + shift, self.held.target)
 
 
-class Standardised:
+class StandardisedInputs:
     """Inputs with mean 0 and variance 1, and the matrix of their normal equations, in double."""
 
     def __init__(self, X: Tensor, intercept: bool) -> None:
@@ -101,7 +105,7 @@ class Standardised:
     def right_side(self, missing: Tensor) -> tuple[Tensor, Tensor]:
         """Of the normal equations, for (R, C) that the outputs lack; and the mean of that, (C,)."""
         shift = missing.mean(0) if self.intercept else torch.zeros_like(missing[0])
-        E = in_groups(missing - shift, len(self.Z))
+        E = split_groups(missing - shift, len(self.Z))
         return products(self.Z, E) if self.primal else E.double() / E.shape[1], shift
 
     def solve(self, right: Tensor, ridges: Sequence[float]) -> dict[float, Tensor]:
@@ -125,12 +129,12 @@ class Standardised:
         return self.factors[ridge]
 
 
-def in_groups(x: Tensor, G: int) -> Tensor:
+def split_groups(x: Tensor, G: int) -> Tensor:
     """(G, R, C/G) from (R, C)."""
     return x.reshape(len(x), G, -1).movedim(1, 0)
 
 
-def outputs_of(X: Tensor, weights: Tensor) -> Tensor:
+def compute_outputs(X: Tensor, weights: Tensor) -> Tensor:
     """(R, C) from (G, R, K) and (G, K, C/G)."""
     return (X @ weights).movedim(0, 1).flatten(1)
 

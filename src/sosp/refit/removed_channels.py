@@ -7,11 +7,11 @@ import torch
 
 from sosp.graph.mask import Mask
 from sosp.graph.plan import Plan
-from sosp.graph.recipe import stay
+from sosp.graph.recipe import find_kept_positions
 from sosp.graph.records import Structures
 
 
-class Absent:
+class RemovalHistory:
     """Cut by cut, what is gone of every layer: removed by a mask, or needed by nothing any more."""
 
     def __init__(self, structures: Structures) -> None:
@@ -30,7 +30,7 @@ class Absent:
                 self.left[name] = numbers[:0]
             # What stands in for a layer emptied before has no channel of it; one that is not run on the example stays.
             elif len(numbers) and name in flow.graph.calls:
-                self.left[name] = numbers[stay(layout.counts, flow.graph.calls[name][0].given)]
+                self.left[name] = numbers[find_kept_positions(layout.counts, flow.graph.calls[name][0].given)]
 
     def mask(self) -> Mask:
         """Of all structures no channel of which is there: rows that only fill up a group are not."""

@@ -8,7 +8,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class LayerError:
+class LayerRepair:
     """How far a layer is from the original network at its place, on inputs that no layer was fitted to.
 
     Errors are shares of the variance of what the original computes there, behind the activation that follows: 0 is the
@@ -29,7 +29,7 @@ class Repaired:
     """A network whose layers were refitted, and what that changed."""
 
     model: nn.Module
-    layers: tuple[LayerError, ...]  # in the order of the network; of the last sweep
+    layers: tuple[LayerRepair, ...]  # in the order of the network; of the last sweep
     agreement_before: float  # with the original, on the inputs held out: share of equal answers, or of the variance
     agreement_after: float
     examples: int  # inputs, those held out among them

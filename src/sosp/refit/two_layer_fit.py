@@ -13,23 +13,23 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sosp.refit.activations import Act
-from sosp.refit.layer_errors import Measure
-from sosp.refit.least_squares import RIDGES, Fit, Rows, Standardised, in_groups, outputs_of
+from sosp.refit.activations import Activation
+from sosp.refit.layer_errors import ErrorMeasure
+from sosp.refit.least_squares import RIDGES, LayerEquations, LayerFit, StandardisedInputs, compute_outputs, split_groups
 
 STEPS = 6  # at most
 DAMPING = 0.1  # of the second layer's weights
 
 
 @dataclass(frozen=True, eq=False)
-class Chain:
+class TwoLayerEquations:
     """Rows of both layers: the first one's stand where the second one reads."""
 
-    first: Rows  # (.., n, ..) of the n positions that are inside
+    first: LayerEquations  # (.., n, ..) of the n positions that are inside
     where: Tensor  # (n,) their places among the R * T that the second layer reads
     taps: int  # T
     groups: int  # of the second layer
-    act: Act
+    act: Activation
     target: Tensor  # (R, C2) where the second layer is compared
     present: Tensor  # (R, C2) what is there now
     rest: Tensor  # (R, C2) what is there without its weights
@@ -54,7 +54,7 @@ class Chain:
 
 
 @dataclass(frozen=True, eq=False)
-class Second:
+class SecondLayer:
     """The second layer, fitted to what the first one gives."""
 
     weights: Tensor  # (G, K, C2/G)
@@ -62,23 +62,23 @@ class Second:
     ridge: float
 
     def outputs(self, X: Tensor) -> Tensor:
-        return outputs_of(X, self.weights) + self.shift
+        return compute_outputs(X, self.weights) + self.shift
 
 
-def seconds(X: Tensor, wanted: Tensor, ridges: Sequence[float]) -> list[Second]:
+def fit_second_layers(X: Tensor, wanted: Tensor, ridges: Sequence[float]) -> list[SecondLayer]:
     """One for each regularisation with which the equations can be solved; without any, a constant."""
-    inputs = Standardised(X, intercept=True)
+    inputs = StandardisedInputs(X, intercept=True)
     right, shift = inputs.right_side(wanted)
     found = []
     for ridge, change in inputs.solve(right, ridges).items():
         weights = change * inputs.scale.mT
-        found.append(Second(weights, shift - outputs_of(inputs.mean, weights)[0], ridge))
+        found.append(SecondLayer(weights, shift - compute_outputs(inputs.mean, weights)[0], ridge))
     G, _, K = X.shape
-    return found or [Second(X.new_zeros(G, K, len(shift) // G), shift, ridges[-1])]
+    return found or [SecondLayer(X.new_zeros(G, K, len(shift) // G), shift, ridges[-1])]
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class FirstLayerStep:
     """A step of the first layer."""
 
     change: Tensor  # (G, K, C/G) of its weights, in standardised inputs
@@ -87,22 +87,24 @@ class Way:
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class TwoLayerState:
     """A choice of the first layer, and the second one that belongs to it."""
 
-    fit: Fit  # with the error on the rows held out
+    fit: LayerFit  # with the error on the rows held out
     hidden: Tensor  # (n, C) what the first layer gives, before the activation
-    second: Second
-    last: Way | None = None  # that led here
+    second: SecondLayer
+    last: FirstLayerStep | None = None  # that led here
 
 
-class Through:
+class TwoLayerSearch:
     """Move the first layer for the sake of the second."""
 
-    def __init__(self, fitted: Chain, held: Chain, measure: Measure, inputs: Standardised) -> None:
+    def __init__(
+        self, fitted: TwoLayerEquations, held: TwoLayerEquations, measure: ErrorMeasure, inputs: StandardisedInputs
+    ) -> None:
         self.fitted, self.held, self.measure, self.inputs = fitted, held, measure, inputs
 
-    def best(self, own: Fit) -> Fit | None:
+    def best(self, own: LayerFit) -> LayerFit | None:
         """From the layer as it is, or as it was fitted to its own targets, by steps; None if it is best as it is."""
         none = replace(own, delta=torch.zeros_like(own.delta), shift=torch.zeros_like(own.shift))
         still, fitted = (self.solved(fit, RIDGES) for fit in (none, own))
@@ -114,55 +116,57 @@ class Through:
             state = new
         return state.fit if state.fit.after < still.fit.after else None
 
-    def solved(self, fit: Fit, ridges: Sequence[float], hidden: Tensor | None = None) -> State:
+    def solved(self, fit: LayerFit, ridges: Sequence[float], hidden: Tensor | None = None) -> TwoLayerState:
         """The second layer for a choice of the first, which gives ``hidden``."""
-        hidden = _given(self.fitted, fit) if hidden is None else hidden
-        given, tested = (c.inputs(c.act(h)) for c, h in ((self.fitted, hidden), (self.held, _given(self.held, fit))))
-        found = seconds(given, self.fitted.wanted, ridges)
+        hidden = _first_layer_outputs(self.fitted, fit) if hidden is None else hidden
+        given, tested = (
+            c.inputs(c.act(h)) for c, h in ((self.fitted, hidden), (self.held, _first_layer_outputs(self.held, fit)))
+        )
+        found = fit_second_layers(given, self.fitted.wanted, ridges)
         each = [self.measure.error(s.outputs(tested) + self.held.rest, self.held.target) for s in found]
         errors = torch.stack(each).nan_to_num(torch.inf).tolist()
         best = min(range(len(found)), key=errors.__getitem__)
-        return State(replace(fit, after=errors[best]), hidden, found[best])
+        return TwoLayerState(replace(fit, after=errors[best]), hidden, found[best])
 
-    def step(self, state: State) -> State:
+    def step(self, state: TwoLayerState) -> TwoLayerState:
         """Along what the second layer misses and along the last step, as far as both together help it."""
         chain, weights = self.fitted, state.second.weights
         slope = _slope(chain.act, state.hidden)
         missing = chain.wanted - state.second.outputs(chain.inputs(chain.act(state.hidden)))
-        wish = chain.back(in_groups(missing, chain.groups) @ weights.mT) * slope
-        right, shift = self.inputs.right_side(_unmixed(wish, weights, chain.taps))
+        wish = chain.back(split_groups(missing, chain.groups) @ weights.mT) * slope
+        right, shift = self.inputs.right_side(_divide_by_curvature(wish, weights, chain.taps))
         change = self.inputs.solve(right, [state.fit.ridge])
         if not change:
             return state
         (steep,) = change.values()
-        ways = [Way(steep, shift, outputs_of(self.inputs.Z, steep) + shift)]
+        ways = [FirstLayerStep(steep, shift, compute_outputs(self.inputs.Z, steep) + shift)]
         ways += [] if state.last is None else [state.last]
         # What small steps change behind the second layer, (R, C2).
-        effects = [outputs_of(chain.inputs(way.moved * slope), weights) for way in ways]
-        way = _together(ways, _projected(missing, effects))
+        effects = [compute_outputs(chain.inputs(way.moved * slope), weights) for way in ways]
+        way = _combine_steps(ways, _fit_step_lengths(missing, effects))
         found = self.solved(self._after(state.fit, way), [state.second.ridge], state.hidden + way.moved)
         return replace(found, last=way)
 
-    def _after(self, fit: Fit, way: Way) -> Fit:
+    def _after(self, fit: LayerFit, way: FirstLayerStep) -> LayerFit:
         delta = way.change * self.inputs.scale.mT
-        shift = fit.shift + way.shift - outputs_of(self.inputs.mean, delta)[0]
+        shift = fit.shift + way.shift - compute_outputs(self.inputs.mean, delta)[0]
         return replace(fit, delta=fit.delta + delta.mT, shift=shift)
 
 
-def _given(chain: Chain, fit: Fit) -> Tensor:
+def _first_layer_outputs(chain: TwoLayerEquations, fit: LayerFit) -> Tensor:
     """(n, C) what the first layer gives."""
-    return chain.first.now + outputs_of(chain.first.X, fit.delta.mT) + fit.shift
+    return chain.first.now + compute_outputs(chain.first.X, fit.delta.mT) + fit.shift
 
 
-def _together(ways: Sequence[Way], far: Sequence[float]) -> Way:
+def _combine_steps(ways: Sequence[FirstLayerStep], far: Sequence[float]) -> FirstLayerStep:
     """So far each way."""
     sums = (
         sum(f * getattr(way, name) for f, way in zip(far, ways, strict=True)) for name in ("change", "shift", "moved")
     )
-    return Way(*sums)
+    return FirstLayerStep(*sums)
 
 
-def _projected(missing: Tensor, effects: list[Tensor]) -> list[float]:
+def _fit_step_lengths(missing: Tensor, effects: list[Tensor]) -> list[float]:
     """How far to go each way: least squares."""
     E = torch.stack([e.flatten() for e in effects], 1).double()
     A = E.T @ E
@@ -170,7 +174,7 @@ def _projected(missing: Tensor, effects: list[Tensor]) -> list[float]:
     return torch.linalg.solve(A, E.T @ missing.flatten().double()).tolist()
 
 
-def _slope(act: Act, x: Tensor) -> Tensor:
+def _slope(act: Activation, x: Tensor) -> Tensor:
     """The derivative of an activation, element by element."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
@@ -178,12 +182,12 @@ def _slope(act: Act, x: Tensor) -> Tensor:
     return slope
 
 
-def _unmixed(wish: Tensor, weights: Tensor, taps: int) -> Tensor:
+def _divide_by_curvature(wish: Tensor, weights: Tensor, taps: int) -> Tensor:
     """Divided by the curvature that the second layer's weights give its inputs, (c, c) in every group."""
     G, K, _ = weights.shape
     V = weights.reshape(G, K // taps, -1)
     M = (V @ V.mT).double()
     size = M.diagonal(dim1=1, dim2=2).mean().clamp_min(1e-300)
     M = M + DAMPING * size * torch.eye(M.shape[1], dtype=M.dtype, device=M.device)
-    found = torch.linalg.solve(M, in_groups(wish, G).double().mT)  # (G, c, n)
+    found = torch.linalg.solve(M, split_groups(wish, G).double().mT)  # (G, c, n)
     return found.permute(2, 0, 1).flatten(1).to(wish.dtype)

@@ -7,35 +7,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.refit.comparison_points import scale_of
-from sosp.refit.equations import Task
-from sosp.refit.layer_matrix import groups_of, matrix, set_matrix
-from sosp.refit.least_squares import Fit, outputs_of
+from sosp.refit.comparison_points import compute_norm_scale
+from sosp.refit.equations import RefitTask
+from sosp.refit.layer_matrix import count_groups, get_matrix, set_matrix
+from sosp.refit.least_squares import LayerFit, compute_outputs
 
 
-def takes_shift(model: nn.Module, task: Task) -> bool:
+def has_bias_or_norm(model: nn.Module, task: RefitTask) -> bool:
     """Something behind the layer's weights can take up a constant."""
     return bool(task.here.trail.norm) or getattr(model.get_submodule(task.layer), "bias", None) is not None
 
 
 @torch.no_grad()
-def write(model: nn.Module, task: Task, fit: Fit, X: Tensor) -> None:
+def write_fit(model: nn.Module, task: RefitTask, fit: LayerFit, X: Tensor) -> None:
     """Change the layer; ``X``, (G, R, K), are inputs of it."""
     layer: Any = model.get_submodule(task.layer)
     trail, live = task.here.trail, task.live
     factor = torch.where(live, trail.factor, 1)
-    delta = torch.where(live, 1 / factor, 0).reshape(groups_of(layer), -1, 1) * fit.delta
-    set_matrix(layer, matrix(layer) + delta)
+    delta = torch.where(live, 1 / factor, 0).reshape(count_groups(layer), -1, 1) * fit.delta
+    set_matrix(layer, get_matrix(layer) + delta)
     if not trail.norm:
         if layer.bias is not None:
             layer.bias += torch.where(live, fit.shift / factor, 0)
         return
     assert trail.within is not None
     norm: Any = model.get_submodule(trail.norm)
-    scale = scale_of(norm)
+    scale = compute_norm_scale(norm)
     assert scale is not None
     channels = trail.within[live]
-    outputs = outputs_of(X, matrix(layer).mT)[:, live].double()
+    outputs = compute_outputs(X, get_matrix(layer).mT)[:, live].double()
     outputs = outputs if layer.bias is None else outputs + layer.bias[live]
     later = (factor / scale[trail.within.clamp_min(0)])[live]  # what comes behind the norm
     _renormalise(norm, channels, fit.shift[live] / later, outputs)
@@ -43,7 +43,7 @@ def write(model: nn.Module, task: Task, fit: Fit, X: Tensor) -> None:
 
 def _renormalise(norm: Any, channels: Tensor, shift: Tensor, outputs: Tensor) -> None:
     """Statistics of the (R, c) outputs for the norm, and a scale and shift such that it computes what it did."""
-    scale = scale_of(norm)
+    scale = compute_norm_scale(norm)
     assert scale is not None
     scale = scale[channels].double()
     if norm.bias is None:

@@ -9,29 +9,29 @@ from torch import Tensor
 from torch.func import functional_call
 
 from sosp.core.batches import Chunk
-from sosp.core.losses import per_example
-from sosp.core.progress import track
+from sosp.core.losses import compute_example_losses
+from sosp.core.progress import track_progress
 from sosp.errors import DifferentiationError
 from sosp.scoring import jets
-from sosp.scoring.jets import value
+from sosp.scoring.jets import get_primal
 from sosp.scoring.passes import (
-    OUT_OF_REACH,
+    FALLBACK_ERRORS,
     Problem,
     Sums,
     Terms,
     Way,
-    average,
-    derivative,
-    doubled,
-    example_tensor,
-    first_that_works,
-    jet_gates,
-    losses_of,
+    average_examples,
+    check_double_backward,
+    check_requires_grad,
+    compute_derivatives,
+    compute_gated_losses,
+    convert_to_double,
+    install_jet_gates,
+    install_plain_gates,
+    make_reference_tensor,
     open_gates,
-    plain_gates,
-    refuse_constant,
-    refuse_dead_ends,
-    wide,
+    repeat_single_example,
+    try_in_order,
 )
 
 LARGEST_HESSIAN = 2**14
@@ -41,8 +41,8 @@ LARGEST_HESSIAN = 2**14
 
 def gradient(problem: Problem) -> Terms:
     """``dL/dg``: what the loss loses, to first order, as each structure goes."""
-    step = first_that_works({"jets": _gradient_jets, "autograd": _gradient_plain})
-    count, (first,) = average(problem, "gradient", lambda chunk: step(problem, chunk), share=0.7)
+    step = try_in_order({"jets": _gradient_jets, "autograd": _gradient_plain})
+    count, (first,) = average_examples(problem, "gradient", lambda chunk: step(problem, chunk), share=0.7)
     assert first is not None
     return Terms(count, first)
 
@@ -50,8 +50,8 @@ def gradient(problem: Problem) -> Terms:
 def hessian_vector(problem: Problem, direction: Tensor | None = None) -> Terms:
     """``dL/dg`` and ``H d``; d is all ones unless given, which is SOSP-H's ``theta_s . H theta_struc``."""
     d = torch.ones(len(problem.structures)) if direction is None else direction
-    step = first_that_works(hessian_ways(), TWICE)
-    count, (first, second) = average(problem, "Hessian-vector product", lambda chunk: step(problem, chunk, d))
+    step = try_in_order(hessian_ways(), SECOND_ORDER_ADVICE)
+    count, (first, second) = average_examples(problem, "Hessian-vector product", lambda chunk: step(problem, chunk, d))
     assert first is not None
     return Terms(count, first, second)
 
@@ -64,76 +64,76 @@ def full_hessian(problem: Problem) -> Terms:
             f"method='exact' needs {S} Hessian-vector products and a {S} x {S} matrix; it is meant for at most "
             f"{LARGEST_HESSIAN} structures. Use 'sosp-h' or 'sosp-i', or exclude layers."
         )
-    step = first_that_works(hessian_ways(), TWICE)
+    step = try_in_order(hessian_ways(), SECOND_ORDER_ADVICE)
     units = torch.eye(S)
 
     def rows(chunk: Chunk) -> Sums:
-        found = [step(problem, chunk, unit) for unit in track(units, "full Hessian", S)]
+        found = [step(problem, chunk, unit) for unit in track_progress(units, "full Hessian", S)]
         # Moving one gate yields that gate's own first-order term: pick each from its own product.
         return torch.stack([first[i] for i, (first, _) in enumerate(found)]), torch.stack([row for _, row in found])
 
-    count, (first, pairs) = average(problem, "examples", rows)
+    count, (first, pairs) = average_examples(problem, "examples", rows)
     assert first is not None and pairs is not None
     return Terms(count, first, pairs.sum(1), pairs)
 
 
 def _gradient_jets(problem: Problem, chunk: Chunk) -> Sums:
-    gates = open_gates(problem, example_tensor(problem.model, chunk))
-    with jet_gates(problem, gates):
-        loss = value(losses_of(problem, chunk))
-        return (wide(*derivative(loss.sum(), [gates.values])),)
+    gates = open_gates(problem, make_reference_tensor(problem.model, chunk))
+    with install_jet_gates(problem, gates):
+        loss = get_primal(compute_gated_losses(problem, chunk))
+        return (convert_to_double(*compute_derivatives(loss.sum(), [gates.values])),)
 
 
 def _gradient_plain(problem: Problem, chunk: Chunk) -> Sums:
-    gates = open_gates(problem, example_tensor(problem.model, chunk))
-    chunk, share = doubled(chunk)
-    with plain_gates(problem, gates.values):
-        loss = losses_of(problem, chunk).sum() * share
-        return (wide(*derivative(loss, [gates.values])),)
+    gates = open_gates(problem, make_reference_tensor(problem.model, chunk))
+    chunk, share = repeat_single_example(chunk)
+    with install_plain_gates(problem, gates.values):
+        loss = compute_gated_losses(problem, chunk).sum() * share
+        return (convert_to_double(*compute_derivatives(loss, [gates.values])),)
 
 
 def _hessian_jets(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:
     """One pass: from the tangent of the loss, ``d L'/d d = dL/dg`` (where d moves) and ``d L'/d g = H d``."""
-    gates = open_gates(problem, example_tensor(problem.model, chunk), d)
-    with jet_gates(problem, gates):
-        loss = losses_of(problem, chunk)
+    gates = open_gates(problem, make_reference_tensor(problem.model, chunk), d)
+    with install_jet_gates(problem, gates):
+        loss = compute_gated_losses(problem, chunk)
         slope = loss.tangent if isinstance(loss, jets.Jet) else None
         assert gates.direction is not None
         if slope is not None:
-            first, second = derivative(slope.sum(), [gates.direction, gates.values])
-            return wide(first), wide(second)
+            first, second = compute_derivatives(slope.sum(), [gates.direction, gates.values])
+            return convert_to_double(first), convert_to_double(second)
         # Either nothing that moves reaches the loss, or its tangent was lost on the way.
-        (first,) = derivative(value(loss).sum(), [gates.values])
+        (first,) = compute_derivatives(get_primal(loss).sum(), [gates.values])
         if bool((first * gates.direction).any()):
-            raise jets.Unsupported("a tangent was lost on its way to the loss")
-    return wide(first), wide(torch.zeros_like(first))
+            raise jets.UnsupportedError("a tangent was lost on its way to the loss")
+    return convert_to_double(first), convert_to_double(torch.zeros_like(first))
 
 
 def _hessian_forward_over_reverse(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:
-    like = example_tensor(problem.model, chunk)
-    chunk, share = doubled(chunk)
+    like = make_reference_tensor(problem.model, chunk)
+    chunk, share = repeat_single_example(chunk)
 
     def loss(values: Tensor) -> Tensor:
-        with plain_gates(problem, values):
-            return losses_of(problem, chunk).sum() * share
+        with install_plain_gates(problem, values):
+            return compute_gated_losses(problem, chunk).sum() * share
 
     first, second = torch.func.jvp(torch.func.grad(loss), (like.new_ones(d.shape),), (d.to(like),))  # type: ignore[misc]
-    return wide(first), wide(second)
+    return convert_to_double(first), convert_to_double(second)
 
 
 def _hessian_double_backward(problem: Problem, chunk: Chunk, d: Tensor) -> Sums:
-    gates = open_gates(problem, example_tensor(problem.model, chunk))
-    chunk, share = doubled(chunk)
-    with plain_gates(problem, gates.values):
-        loss = losses_of(problem, chunk).sum() * share
-        (first,) = derivative(loss, [gates.values], create_graph=True)
-        refuse_dead_ends(first)
+    gates = open_gates(problem, make_reference_tensor(problem.model, chunk))
+    chunk, share = repeat_single_example(chunk)
+    with install_plain_gates(problem, gates.values):
+        loss = compute_gated_losses(problem, chunk).sum() * share
+        (first,) = compute_derivatives(loss, [gates.values], create_graph=True)
+        check_double_backward(first)
         moved = (first * d.to(first)).sum()
-        second = derivative(moved, [gates.values])[0] if moved.requires_grad else torch.zeros_like(first)
-    return wide(first.detach()), wide(second)
+        second = compute_derivatives(moved, [gates.values])[0] if moved.requires_grad else torch.zeros_like(first)
+    return convert_to_double(first.detach()), convert_to_double(second)
 
 
-def checked_against(way: Way, judge: Way) -> Way:
+def require_agreement(way: Way, judge: Way) -> Way:
     """A way that must agree with another one on its first few examples, where that other one works.
 
     Forward mode loses its tangents without a word in TorchScript functions; reverse mode does not.
@@ -145,12 +145,12 @@ def checked_against(way: Way, judge: Way) -> Way:
             few = chunk.rows(0, min(2, chunk.size))
             try:
                 wanted = judge(problem, few, *direction)[1]
-            except OUT_OF_REACH:
+            except FALLBACK_ERRORS:
                 wanted = None
             if wanted is not None:
                 found = way(problem, few, *direction)[1]
                 if (found - wanted).norm() > 1e-3 * wanted.norm() + 1e-30:
-                    raise jets.Unsupported("forward and reverse mode disagree")
+                    raise jets.UnsupportedError("forward and reverse mode disagree")
             seen.append(True)
         return way(problem, chunk, *direction)
 
@@ -161,25 +161,25 @@ def hessian_ways() -> dict[str, Way]:
     """Every way to ``H d``, fast first."""
     return {
         "jets": _hessian_jets,
-        "forward over reverse": checked_against(_hessian_forward_over_reverse, _hessian_double_backward),
+        "forward over reverse": require_agreement(_hessian_forward_over_reverse, _hessian_double_backward),
         "double backward": _hessian_double_backward,
     }
 
 
-TWICE = "An operation lacks second derivatives; 'first-order' and 'sosp-i' need only first ones."
+SECOND_ORDER_ADVICE = "An operation lacks second derivatives; 'first-order' and 'sosp-i' need only first ones."
 
 
 # Single weights: a gate of its own on every parameter -----------------------------------------------------------------
 
 
-def weight_terms(problem: Problem, second_order: bool) -> Terms:
+def compute_weight_terms(problem: Problem, second_order: bool) -> Terms:
     """``theta_i dL/dtheta_i`` and ``theta_i (H theta)_i`` for every single weight i."""
     ways = {
-        "forward over reverse": checked_against(_weights_forward_over_reverse, _weights_double_backward),
+        "forward over reverse": require_agreement(_weights_forward_over_reverse, _weights_double_backward),
         "double backward": _weights_double_backward,
     }
-    step = first_that_works(ways, TWICE) if second_order else first_that_works({"autograd": _weights_gradient})
-    count, (first, *second) = average(problem, "weights", lambda chunk: step(problem, chunk), share=4)
+    step = try_in_order(ways, SECOND_ORDER_ADVICE) if second_order else try_in_order({"autograd": _weights_gradient})
+    count, (first, *second) = average_examples(problem, "weights", lambda chunk: step(problem, chunk), share=4)
     assert first is not None
     return Terms(count, first, second[0] if second else None)
 
@@ -193,21 +193,21 @@ def _loss_at(problem: Problem, chunk: Chunk) -> Callable[[dict[str, Tensor]], Te
 
     def loss(weights: dict[str, Tensor]) -> Tensor:
         outputs = chunk.run(lambda *args, **named: functional_call(problem.model, weights, args, named))
-        losses = per_example(problem.loss, outputs, chunk)
-        refuse_constant(losses)
+        losses = compute_example_losses(problem.loss, outputs, chunk)
+        check_requires_grad(losses)
         return losses.sum()
 
     return loss
 
 
 def _times_theta(theta: dict[str, Tensor], slope: list[Tensor]) -> Tensor:
-    return wide(torch.cat([(t * s).flatten() for t, s in zip(theta.values(), slope, strict=True)]))
+    return convert_to_double(torch.cat([(t * s).flatten() for t, s in zip(theta.values(), slope, strict=True)]))
 
 
 def _weights_gradient(problem: Problem, chunk: Chunk) -> Sums:
     theta = _named_weights(problem)
     at = {name: w.clone().requires_grad_() for name, w in theta.items()}
-    return (_times_theta(theta, derivative(_loss_at(problem, chunk)(at), list(at.values()))),)
+    return (_times_theta(theta, compute_derivatives(_loss_at(problem, chunk)(at), list(at.values()))),)
 
 
 def _weights_forward_over_reverse(problem: Problem, chunk: Chunk) -> Sums:
@@ -220,9 +220,11 @@ def _weights_forward_over_reverse(problem: Problem, chunk: Chunk) -> Sums:
 def _weights_double_backward(problem: Problem, chunk: Chunk) -> Sums:
     theta = _named_weights(problem)
     at = {name: w.clone().requires_grad_() for name, w in theta.items()}
-    first = derivative(_loss_at(problem, chunk)(at), list(at.values()), create_graph=True)
+    first = compute_derivatives(_loss_at(problem, chunk)(at), list(at.values()), create_graph=True)
     for slope in first:
-        refuse_dead_ends(slope)
+        check_double_backward(slope)
     moved = torch.stack([(f * w).sum() for f, w in zip(first, theta.values(), strict=True)]).sum()
-    second = derivative(moved, list(at.values())) if moved.requires_grad else [torch.zeros_like(f) for f in first]
+    second = (
+        compute_derivatives(moved, list(at.values())) if moved.requires_grad else [torch.zeros_like(f) for f in first]
+    )
     return _times_theta(theta, [f.detach() for f in first]), _times_theta(theta, second)

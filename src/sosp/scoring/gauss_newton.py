@@ -15,24 +15,24 @@ from torch import Tensor
 
 from sosp.core import distributed
 from sosp.core.batches import Chunk
-from sosp.core.gates import gated
-from sosp.core.losses import logits_of, per_example
-from sosp.scoring.jets import value
-from sosp.scoring.output_curvature import factors
+from sosp.core.gates import apply_gates
+from sosp.core.losses import compute_example_losses, find_logits
+from sosp.scoring.jets import get_primal
+from sosp.scoring.output_curvature import factor_curvature
 from sosp.scoring.passes import (
     Gates,
     Problem,
     Sums,
     Terms,
-    average,
-    derivative,
-    doubled,
-    example_tensor,
-    first_that_works,
-    jet_gates,
+    average_examples,
+    compute_derivatives,
+    convert_to_double,
+    install_jet_gates,
+    install_plain_gates,
+    make_reference_tensor,
     open_gates,
-    plain_gates,
-    wide,
+    repeat_single_example,
+    try_in_order,
 )
 
 ROWS = 1024  # rows of the Jacobian gathered for one product with itself
@@ -49,14 +49,17 @@ def gauss_newton(
 ) -> Terms:
     """First-order term and Gauss-Newton pairs; only their diagonal, as ``second``, with ``diagonal``."""
     gram = Gram(len(problem.structures), diagonal)
-    rows_of = first_that_works(
-        {"jets": _with(jet_gates, classes, generator), "autograd": _with(_plain, classes, generator)}
+    rows_of = try_in_order(
+        {
+            "jets": _make_row_pass(install_jet_gates, classes, generator),
+            "autograd": _make_row_pass(_plain, classes, generator),
+        }
     )
     apart: list[bool] = []
 
     def step(chunk: Chunk) -> Sums:
         if not apart:
-            apart.append(examples_apart(problem, chunk))
+            apart.append(has_examples_first(problem, chunk))
         parts = [chunk] if apart[0] else [chunk.rows(i, i + 1) for i in range(chunk.size)]
         total = None
         with gram.all_or_nothing():
@@ -66,9 +69,9 @@ def gauss_newton(
                 total = first if total is None else total.add_(first)
         return (total,)
 
-    count, (first,) = average(problem, "Gauss-Newton", step, share=0.7)
+    count, (first,) = average_examples(problem, "Gauss-Newton", step, share=0.7)
     assert first is not None and gram.total is not None
-    distributed.sum_(gram.total)
+    distributed.sum_tensors(gram.total)
     second = gram.total.div_(count)
     return Terms(count, first, second) if diagonal else Terms(count, first, second.sum(1), second)
 
@@ -120,35 +123,39 @@ def _blocks(rows: Iterator[Tensor]) -> Iterator[Tensor]:
 
 
 def _plain(problem: Problem, gates: Gates) -> AbstractContextManager[None]:
-    return plain_gates(problem, gates.values)
+    return install_plain_gates(problem, gates.values)
 
 
-def _with(way: Callable[..., Any], classes: int | None, generator: torch.Generator | None) -> Callable[..., Rows]:
+def _make_row_pass(
+    way: Callable[..., Any], classes: int | None, generator: torch.Generator | None
+) -> Callable[..., Rows]:
     """Rows of one chunk: a forward pass with gates, then one backward pass per cotangent."""
 
     def rows_of(problem: Problem, chunk: Chunk, apart: bool) -> Rows:
-        like = example_tensor(problem.model, chunk)
-        alone, share = doubled(chunk) if way is _plain and not apart else (chunk, 1.0)
+        like = make_reference_tensor(problem.model, chunk)
+        alone, share = repeat_single_example(chunk) if way is _plain and not apart else (chunk, 1.0)
         gates = open_gates(problem, like, examples=chunk.size if apart else None)
         with ExitStack() as stack:
             stack.enter_context(way(problem, gates))  # open until the last backward pass: it may run forward again
             outputs = alone.run(problem.model)
-            loss = value(per_example(problem.loss, outputs, alone))
-            (first,) = derivative(loss.sum(), [gates.values], retain_graph=True)
+            loss = get_primal(compute_example_losses(problem.loss, outputs, alone))
+            (first,) = compute_derivatives(loss.sum(), [gates.values], retain_graph=True)
             rows = backward(problem, outputs, alone, gates, stack.pop_all())
-        return wide(first.sum(0) if apart else first * share), (r * share for r in rows)
+        return convert_to_double(first.sum(0) if apart else first * share), (r * share for r in rows)
 
     def backward(problem: Problem, outputs: Any, chunk: Chunk, gates: Gates, stack: ExitStack) -> Iterator[Tensor]:
         with stack:
-            logits = value(logits_of(outputs))
-            for v in factors(problem.loss, outputs, chunk, classes, generator):
-                (rows,) = derivative(logits, [gates.values], grad_outputs=v.to(logits.dtype), retain_graph=True)
+            logits = get_primal(find_logits(outputs))
+            for v in factor_curvature(problem.loss, outputs, chunk, classes, generator):
+                (rows,) = compute_derivatives(
+                    logits, [gates.values], grad_outputs=v.to(logits.dtype), retain_graph=True
+                )
                 yield rows.view(-1, len(problem.structures))
 
     return rows_of
 
 
-def examples_apart(problem: Problem, chunk: Chunk) -> bool:
+def has_examples_first(problem: Problem, chunk: Chunk) -> bool:
     """Whether the first dimension of every gated output is the example, so that gates can be kept apart by it.
 
     Two runs, of two and of three examples, tell an example from a token or a window; where it is something else,
@@ -164,6 +171,6 @@ def examples_apart(problem: Problem, chunk: Chunk) -> bool:
             found.append(output.dim() > 1 and output.shape[0] == n)
             return output
 
-        with gated(problem.model, layers, gate, look), torch.no_grad():
+        with apply_gates(problem.model, layers, gate, look), torch.no_grad():
             chunk.rows(0, n).run(problem.model)
     return all(found)

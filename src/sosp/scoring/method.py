@@ -58,7 +58,7 @@ def _without_scale(model: nn.Module, structures: Structures) -> list[str] | None
     return lacking or None
 
 
-def _torn(model: nn.Module, structures: Structures) -> list[str] | None:
+def _without_shared_gate(model: nn.Module, structures: Structures) -> list[str] | None:
     """The layers that have a channel in common with another one, without sharing its gate."""
     if structures.flow is None:
         return [layer.name for layer in structures.layers]
@@ -83,7 +83,7 @@ NEEDS: dict[str, Need] = {
     "coupled": Need(
         "channels that flow together to be one structure",
         "Find the structures with sosp.find_structures(model, example, groups='coupled')",
-        _torn,
+        _without_shared_gate,
     ),
     "training": Need(
         "to be learned while the network trains",
@@ -98,7 +98,7 @@ NEEDS: dict[str, Need] = {
 }
 
 
-def refuse_unsuited(name: str, methods: Mapping[str, Method], model: nn.Module, structures: Structures) -> None:
+def check_requirements(name: str, methods: Mapping[str, Method], model: nn.Module, structures: Structures) -> None:
     """Say by name what this network or these structures lack for a method, and which methods would do."""
     method, kind = methods[name], structures.kind
     if kind not in method.kinds:
@@ -109,10 +109,10 @@ def refuse_unsuited(name: str, methods: Mapping[str, Method], model: nn.Module, 
     for need in (NEEDS[n] for n in method.needs):
         lacking = need.lacking(model, structures)
         if lacking is not None:
-            concerned = f": {_listed(lacking)} {'do' if len(lacking) > 1 else 'does'} without" if lacking else ""
+            concerned = f": {_join_names(lacking)} {'do' if len(lacking) > 1 else 'does'} without" if lacking else ""
             raise StructureError(
                 f"method={name!r} needs {need.what}{concerned}. "
-                f"{need.advice.format(names=_listed(lacking, ', ...'), method=name)}. "
+                f"{need.advice.format(names=_join_names(lacking, ', ...'), method=name)}. "
                 f"{_others(name, methods, model, structures)}"
             )
 
@@ -127,7 +127,7 @@ def _suits(method: Method, model: nn.Module, structures: Structures) -> bool:
     return structures.kind in method.kinds and all(NEEDS[n].lacking(model, structures) is None for n in method.needs)
 
 
-def _listed(names: Iterable[str], more: str = "") -> str:
+def _join_names(names: Iterable[str], more: str = "") -> str:
     """``'a', 'b', 'c' and 4 more``."""
     names = list(names)
     rest = len(names) - FEW

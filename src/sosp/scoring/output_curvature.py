@@ -13,20 +13,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from sosp.core.batches import Chunk
-from sosp.core.losses import IGNORED, LossLike, classes_second, logits_of, one_each, own_loss
+from sosp.core.losses import IGNORE_INDEX, LossLike, check_loss_values, find_logits, find_own_loss, move_class_axis
 from sosp.errors import ArgumentError, LossError, is_whole
 
 LARGEST_R = 2048  # outputs for which a dense output Hessian (outputs x outputs per example) is formed
 
 
-def factors(
+def factor_curvature(
     loss: LossLike, outputs: Any, chunk: Chunk, classes: int | None, generator: torch.Generator | None
 ) -> Iterator[Tensor]:
     """Cotangents of the logits, each one backward pass, whose outer products sum to R_n for every example n."""
     if classes is not None:
         _check_classes(loss, classes)
-    logits = logits_of(outputs).detach()
-    own = own_loss(loss, outputs, chunk)
+    logits = find_logits(outputs).detach()
+    own = find_own_loss(loss, outputs, chunk)
     if callable(loss):
         yield from _dense_factors(loss, outputs, chunk)
     elif loss == "mse" and own is None:
@@ -41,10 +41,10 @@ def _own_labels(own: Tensor, logits: Tensor, labels: Any) -> Tensor:
     """The labels whose mean cross-entropy the model's own loss is: as given or, in language models, the next token."""
     found: list[tuple[float, Tensor]] = []
     if isinstance(labels, Tensor) and not labels.is_floating_point():
-        ahead = F.pad(labels[:, 1:], (0, 1), value=IGNORED) if labels.dim() == 2 else labels
+        ahead = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if labels.dim() == 2 else labels
         for y in (labels, ahead):
             if tuple(y.shape) in (tuple(logits.shape[:-1]), (logits.shape[0], *logits.shape[2:])):
-                value = F.cross_entropy(classes_second(logits, y), y.long(), ignore_index=IGNORED)
+                value = F.cross_entropy(move_class_axis(logits, y), y.long(), ignore_index=IGNORE_INDEX)
                 found.append((float((value - own).abs()), y))
     error, best = min(found, key=lambda f: f[0], default=(math.inf, None))
     # Language models add up their losses in single precision, whatever their own.
@@ -71,13 +71,13 @@ def _probabilities(logits: Tensor, targets: Any, together: bool) -> tuple[Tensor
     Positions share the weight of their example or, ``together``, that of the batch.
     """
     labels = targets if isinstance(targets, Tensor) and not targets.is_floating_point() else None
-    second = classes_second(logits, labels)
+    second = move_class_axis(logits, labels)
     last = second is not logits
     moved = second.movedim(1, -1)
     p = moved.flatten(1, -2).softmax(-1) if moved.dim() > 2 else moved.softmax(-1).unsqueeze(1)
     weight = p.new_ones(p.shape[:2]) / p.shape[1]
     if labels is not None:
-        counted = (labels != IGNORED).reshape(p.shape[:2]).to(p.dtype)
+        counted = (labels != IGNORE_INDEX).reshape(p.shape[:2]).to(p.dtype)
         total = counted.sum().clamp_min(1) / len(counted) if together else counted.sum(1, keepdim=True).clamp_min(1)
         weight = counted / total
     elif isinstance(targets, Tensor) and targets.shape == logits.shape:
@@ -139,7 +139,7 @@ def _identity_factors(logits: Tensor, classes: int | None, generator: torch.Gene
 
 def _dense_factors(loss: Callable[[Any, Any], Tensor], outputs: Any, chunk: Chunk) -> Iterator[Tensor]:
     """Any other loss convex in the outputs: its own Hessian, ``R_n = V diag(w) V^T``, column by column."""
-    logits = logits_of(outputs)
+    logits = find_logits(outputs)
     D = logits[0].numel()
     if D > LARGEST_R:
         raise LossError(
@@ -160,10 +160,10 @@ def _dense_factors(loss: Callable[[Any, Any], Tensor], outputs: Any, chunk: Chun
 
 def output_hessian(loss: Callable[[Any, Any], Tensor], outputs: Any, chunk: Chunk) -> Tensor:
     """``d²l_n / df df`` of every example, (N, D, D), by differentiating twice through the loss alone."""
-    fresh, tensors = _fresh(outputs)
-    z = logits_of(fresh)
+    fresh, tensors = _copy_as_leaves(outputs)
+    z = find_logits(fresh)
     others = [x for x in tensors if x is not z]
-    values = one_each(loss(fresh, chunk.targets), chunk)
+    values = check_loss_values(loss(fresh, chunk.targets), chunk)
     slope, *rest = torch.autograd.grad(values.sum(), [z, *others], create_graph=True, materialize_grads=True)
     if any(bool(r.any()) for r in rest):
         raise LossError(
@@ -178,7 +178,7 @@ def output_hessian(loss: Callable[[Any, Any], Tensor], outputs: Any, chunk: Chun
     return torch.stack([row.reshape(slope.shape) for row in rows], 1)
 
 
-def _fresh(outputs: Any) -> tuple[Any, list[Tensor]]:
+def _copy_as_leaves(outputs: Any) -> tuple[Any, list[Tensor]]:
     """A copy of the outputs whose tensors are leaves of a new graph, and those tensors."""
     leaves: list[Tensor] = []
 

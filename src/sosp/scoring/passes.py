@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sosp.core import distributed
-from sosp.core.batches import Chunk, check_device, rebatch
-from sosp.core.borrow import home
-from sosp.core.gates import along, gated
-from sosp.core.losses import LossLike, per_example
-from sosp.core.progress import track
+from sosp.core.batches import Chunk, check_device, resize_chunks
+from sosp.core.borrowed_model import find_device
+from sosp.core.gates import align_values, apply_gates
+from sosp.core.losses import LossLike, compute_example_losses
+from sosp.core.progress import track_progress
 from sosp.errors import DataError, DifferentiationError, SospError
 from sosp.graph.records import Structures
 from sosp.scoring import jets
@@ -62,27 +62,29 @@ class Terms:
 Sums = tuple[Tensor | None, ...]
 
 
-def average(problem: Problem, label: str, step: Callable[[Chunk], Sums], share: float = 1.0) -> tuple[int, Sums]:
+def average_examples(
+    problem: Problem, label: str, step: Callable[[Chunk], Sums], share: float = 1.0
+) -> tuple[int, Sums]:
     """Sum ``step`` over the data in chunks that fit the memory and divide once by the number of examples.
 
     ``share``: the memory a pass needs, as a multiple of the activations of a forward pass.
     """
     total: list[Tensor | None] = []
     count = 0
-    device = home(problem.model)
-    chunks = rebatch(_checked(problem.chunks, device), chunk_size(problem, device, share))
-    for chunk in track(chunks, label, problem.examples, "size"):
-        for part in _halved(step, chunk):
+    device = find_device(problem.model)
+    chunks = resize_chunks(_check_chunks(problem.chunks, device), chunk_size(problem, device, share))
+    for chunk in track_progress(chunks, label, problem.examples, "size"):
+        for part in _run_in_halves(step, chunk):
             total = [_plus(a, b) for a, b in zip(total or [None] * len(part), part, strict=True)]
         count += chunk.size
-    counts = distributed.counts(count, device)
+    counts = distributed.gather_counts(count, device)
     if 0 in counts:
         raise DataError(
             "the data is empty: not one example to score with. Is the loader's dataset or subset empty?"
             if not any(counts)
             else f"{sum(counts)} examples are too few for {len(counts)} processes: give every one of them an example."
         )
-    distributed.sum_(*[t for t in total if t is not None])
+    distributed.sum_tensors(*[t for t in total if t is not None])
     return sum(counts), tuple(None if t is None else t.div_(sum(counts)) for t in total)
 
 
@@ -92,14 +94,14 @@ def _plus(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     return total.add_(part)
 
 
-def _checked(chunks: Iterable[Chunk], device: torch.device) -> Iterator[Chunk]:
+def _check_chunks(chunks: Iterable[Chunk], device: torch.device) -> Iterator[Chunk]:
     for chunk in chunks:
         check_device(chunk, device)
         if chunk.size:
             yield chunk
 
 
-def _halved(step: Callable[[Chunk], Sums], chunk: Chunk) -> Iterator[Sums]:
+def _run_in_halves(step: Callable[[Chunk], Sums], chunk: Chunk) -> Iterator[Sums]:
     """The step on the whole chunk, or on ever smaller parts of it when memory runs out."""
     try:
         result = step(chunk)
@@ -111,8 +113,8 @@ def _halved(step: Callable[[Chunk], Sums], chunk: Chunk) -> Iterator[Sums]:
         return
     torch.cuda.empty_cache()
     half = chunk.size // 2
-    yield from _halved(step, chunk.rows(0, half))
-    yield from _halved(step, chunk.rows(half, chunk.size))
+    yield from _run_in_halves(step, chunk.rows(0, half))
+    yield from _run_in_halves(step, chunk.rows(half, chunk.size))
 
 
 def chunk_size(problem: Problem, device: torch.device, share: float) -> int:
@@ -148,7 +150,7 @@ def open_gates(problem: Problem, like: Tensor, direction: Tensor | None = None, 
     return Gates(values, direction.to(like).requires_grad_(), moving)
 
 
-def example_tensor(model: nn.Module, chunk: Chunk) -> Tensor:
+def make_reference_tensor(model: nn.Module, chunk: Chunk) -> Tensor:
     """A tensor of the model's device and floating type, to make others like it."""
     for x in (*model.parameters(), *tree_leaves(chunk.inputs)):
         if isinstance(x, Tensor) and x.is_floating_point():
@@ -157,7 +159,7 @@ def example_tensor(model: nn.Module, chunk: Chunk) -> Tensor:
 
 
 @contextmanager
-def jet_gates(problem: Problem, gates: Gates) -> Iterator[None]:
+def install_jet_gates(problem: Problem, gates: Gates) -> Iterator[None]:
     """Run the network on jets, which start at its first gate."""
     layers = problem.structures.layers
     values = problem.structures.spread(gates.values)
@@ -166,26 +168,26 @@ def jet_gates(problem: Problem, gates: Gates) -> Iterator[None]:
 
     def apply(i: int, output: Any) -> Any:
         moving = tangents[i] if tangents is not None and gates.moving[i] else None
-        return jets.gate(output, jets.Gate(values[i], moving, layers[i].axis))
+        return jets.apply_gate(output, jets.Gate(values[i], moving, layers[i].axis))
 
-    with gated(problem.model, layers, problem.structures.gate, apply), jets.folded_norms(problem.model):
+    with apply_gates(problem.model, layers, problem.structures.gate, apply), jets.fold_batch_norms(problem.model):
         yield
 
 
 @contextmanager
-def plain_gates(problem: Problem, values: Tensor) -> Iterator[None]:
+def install_plain_gates(problem: Problem, values: Tensor) -> Iterator[None]:
     """Run the network with every channel multiplied by its gate."""
     layers = problem.structures.layers
     spread = problem.structures.spread(values)
 
     def apply(i: int, output: Any) -> Any:
-        return output * along(spread[i], output.dim(), layers[i].axis)
+        return output * align_values(spread[i], output.dim(), layers[i].axis)
 
-    with gated(problem.model, layers, problem.structures.gate, apply):
+    with apply_gates(problem.model, layers, problem.structures.gate, apply):
         yield
 
 
-def doubled(chunk: Chunk) -> tuple[Chunk, float]:
+def repeat_single_example(chunk: Chunk) -> tuple[Chunk, float]:
     """A lone example twice, and the factor that makes up for it.
 
     With a single example torch's batch norm gets its gradient wrong on CPUs where that gradient is laid out in an
@@ -196,19 +198,19 @@ def doubled(chunk: Chunk) -> tuple[Chunk, float]:
     return chunk.twice(), 0.5
 
 
-def losses_of(problem: Problem, chunk: Chunk) -> Any:
+def compute_gated_losses(problem: Problem, chunk: Chunk) -> Any:
     """One loss per example, (N,)."""
-    losses = ungated_losses(problem, chunk)
-    refuse_constant(jets.value(losses))
+    losses = compute_losses(problem, chunk)
+    check_requires_grad(jets.get_primal(losses))
     return losses
 
 
-def ungated_losses(problem: Problem, chunk: Chunk) -> Any:
+def compute_losses(problem: Problem, chunk: Chunk) -> Any:
     """The same of the network as it is, which need not depend on anything."""
-    return per_example(problem.loss, chunk.run(problem.model), chunk)
+    return compute_example_losses(problem.loss, chunk.run(problem.model), chunk)
 
 
-def refuse_constant(output: Tensor) -> None:
+def check_requires_grad(output: Tensor) -> None:
     if not output.requires_grad:
         raise DifferentiationError(
             "the loss does not depend differentiably on any structure. Look for torch.no_grad, .detach(), .item() or "
@@ -216,13 +218,13 @@ def refuse_constant(output: Tensor) -> None:
         )
 
 
-def derivative(output: Tensor, inputs: list[Tensor], **options: Any) -> list[Tensor]:
+def compute_derivatives(output: Tensor, inputs: list[Tensor], **options: Any) -> list[Tensor]:
     """``d output / d inputs``; zeros where an input plays no part."""
-    refuse_constant(output)
+    check_requires_grad(output)
     return list(torch.autograd.grad(output, inputs, materialize_grads=True, allow_unused=True, **options))
 
 
-def refuse_dead_ends(slope: Tensor) -> None:
+def check_double_backward(slope: Tensor) -> None:
     """A backward marked ``once_differentiable`` ends in an error node that ``autograd.grad`` walks past in silence."""
     seen: set[Any] = set()
     stack = [slope.grad_fn]
@@ -240,8 +242,8 @@ def refuse_dead_ends(slope: Tensor) -> None:
 
 Way = Callable[..., Any]
 # What a network outside a way's reach raises; anything of ours is about the data or the model and goes to the user.
-OUT_OF_REACH = (
-    jets.Unsupported,
+FALLBACK_ERRORS = (
+    jets.UnsupportedError,
     RuntimeError,
     NotImplementedError,
     TypeError,
@@ -251,7 +253,7 @@ OUT_OF_REACH = (
 )
 
 
-def first_that_works(ways: Mapping[str, Way], advice: str = "") -> Way:
+def try_in_order(ways: Mapping[str, Way], advice: str = "") -> Way:
     """Try the ways in turn on the first chunk and stay with the one that works."""
     names = list(ways)
     told: list[str] = []
@@ -262,9 +264,9 @@ def first_that_works(ways: Mapping[str, Way], advice: str = "") -> Way:
                 result = ways[names[0]](*args)
             except (SospError, torch.OutOfMemoryError):
                 raise
-            except OUT_OF_REACH as error:
+            except FALLBACK_ERRORS as error:
                 if not told:
-                    ungated_losses(*args[:2])  # a mistake of the model or the loss shows itself here
+                    compute_losses(*args[:2])  # a mistake of the model or the loss shows itself here
                 told.append(f"{names[0]}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
                 if len(names) == 1:
                     tried = "; ".join(told)
@@ -273,14 +275,14 @@ def first_that_works(ways: Mapping[str, Way], advice: str = "") -> Way:
                     ) from error
                 names.pop(0)
                 text = f"taking a slower exact way ({names[0]}); {told[-1]}"
-                warnings.warn(text, SlowPathWarning, stacklevel=_users_level())
+                warnings.warn(text, SlowPathWarning, stacklevel=_count_library_frames())
             else:
                 return result
 
     return step
 
 
-def _users_level() -> int:
+def _count_library_frames() -> int:
     """How far up the stack the user's own call of sosp is, for a warning to point at."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "sosp":
@@ -288,6 +290,6 @@ def _users_level() -> int:
     return level
 
 
-def wide(x: Tensor) -> Tensor:
+def convert_to_double(x: Tensor) -> Tensor:
     """In double precision, where the device has it: sums over many chunks."""
     return x if x.device.type == "mps" else x.double()

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core.batches import Chunk
-from sosp.core.losses import IGNORED, LossLike, classes_axis, logits_of
+from sosp.core.losses import IGNORE_INDEX, LossLike, find_class_axis, find_logits
 from sosp.errors import DataError
 
 
-class Labels:
+class LabelCheck:
     """Whether there was one that counts."""
 
     def __init__(self, loss: LossLike) -> None:
@@ -25,7 +25,7 @@ class Labels:
         for chunk in chunks:
             if isinstance(chunk.targets, Tensor):
                 self.seen = True
-                self.counts = self.counts or bool((chunk.targets != IGNORED).any())
+                self.counts = self.counts or bool((chunk.targets != IGNORE_INDEX).any())
             yield chunk
 
     @property
@@ -33,12 +33,12 @@ class Labels:
         return self.loss == "cross_entropy" and self.seen and not self.counts
 
 
-def answered(model: nn.Module, chunk: Chunk, loss: LossLike) -> Chunk:
+def add_pseudo_labels(model: nn.Module, chunk: Chunk, loss: LossLike) -> Chunk:
     """The same examples, with what ``model`` says of them where nothing else does."""
     if chunk.targets is not None or chunk.keyed:
         return chunk
     if callable(loss):
         raise DataError("the data has no targets, and only you know what a loss of your own takes: give some.")
     with torch.no_grad():
-        logits = logits_of(chunk.run(model))
-    return replace(chunk, targets=logits if loss == "mse" else logits.argmax(classes_axis(logits)))
+        logits = find_logits(chunk.run(model))
+    return replace(chunk, targets=logits if loss == "mse" else logits.argmax(find_class_axis(logits)))

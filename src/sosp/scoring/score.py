@@ -10,19 +10,32 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core import distributed
-from sosp.core.batches import Chunk, read, share
-from sosp.core.borrow import borrowed, home
-from sosp.core.layers import width_of
-from sosp.core.losses import IGNORED, LossLike
-from sosp.core.losses import check as check_loss
-from sosp.errors import ArgumentError, DataError, LossError, one_of
+from sosp.core.batches import Chunk, distribute_examples, iterate_chunks
+from sosp.core.borrowed_model import borrow_model, find_device
+from sosp.core.layer_types import find_width
+from sosp.core.losses import IGNORE_INDEX, LossLike
+from sosp.core.losses import check_loss as check_loss
+from sosp.errors import ArgumentError, DataError, LossError, check_choice
 from sosp.graph.records import OBJECTIVES, Saliency, Structures
 from sosp.graph.structures import find_structures
-from sosp.scoring.criteria import ccp, fisher, fpgm, hrank, magnitude, obd, obs, slimming, snip, sosp, taylor, trained
-from sosp.scoring.method import Method, Values, refuse_unsuited
+from sosp.scoring.criteria import (
+    ccp,
+    fisher,
+    fpgm,
+    hrank,
+    magnitude,
+    obd,
+    obs,
+    slimming,
+    snip,
+    sosp,
+    taylor,
+    unscored_methods,
+)
+from sosp.scoring.method import Method, Values, check_requirements
 from sosp.scoring.method_options import Options
 from sosp.scoring.passes import Problem, Terms
-from sosp.scoring.pseudo_labels import Labels, answered
+from sosp.scoring.pseudo_labels import LabelCheck, add_pseudo_labels
 
 SOSP = (
     "Nonnenmacher et al., SOSP: Efficiently Capturing Global Correlations by Second-Order Structured Pruning, ICLR 2022"
@@ -33,7 +46,7 @@ LI = "Han et al., NeurIPS 2015; Li et al., Pruning Filters for Efficient ConvNet
 WANG = "Wang et al., EigenDamage: Structured Pruning in the Kronecker-Factored Eigenbasis, ICML 2019"
 ALL = ("filters", "blocks", "weights")
 FILTERS = ("filters",)
-NOTHING = 1e-200  # sosp-obs adds a smallest number to a matrix of zeros
+ZERO_TOLERANCE = 1e-200  # sosp-obs adds a smallest number to a matrix of zeros
 
 METHODS: dict[str, Method] = {
     "sosp-h": Method(sosp.sosp_h, "first order and the exact Hessian times all structures", SOSP, ALL),
@@ -73,7 +86,11 @@ METHODS: dict[str, Method] = {
         obd.obd_diagonal, "Fisher of a filter's weights, one by one", WANG, samples=True, labels=False
     ),
     "eigendamage": Method(
-        trained.learned, "directions of a layer's Kronecker factors (sosp.eigendamage)", WANG, FILTERS, ("rotation",)
+        unscored_methods.refuse_scoring,
+        "directions of a layer's Kronecker factors (sosp.eigendamage)",
+        WANG,
+        FILTERS,
+        ("rotation",),
     ),
     "sosp-obs": Method(
         obs.sosp_obs,
@@ -114,19 +131,19 @@ METHODS: dict[str, Method] = {
         ALL,
     ),
     "variational": Method(
-        trained.learned,
+        unscored_methods.refuse_scoring,
         "size of a channel's scale, a Gaussian that is learned (sosp.learned.variational)",
         "Zhao et al., Variational Convolutional Neural Network Pruning, CVPR 2019",
         needs=("training",),
     ),
     "gal": Method(
-        trained.learned,
+        unscored_methods.refuse_scoring,
         "soft mask, learned against a discriminator (sosp.learned.gal)",
         "Lin et al., Towards Optimal Structured CNN Pruning via Generative Adversarial Learning, CVPR 2019",
         needs=("training",),
     ),
     "amc": Method(
-        trained.learned,
+        unscored_methods.refuse_scoring,
         "norm of a filter, and what every layer keeps from a search (sosp.learned.amc)",
         "He et al., AMC: AutoML for Model Compression and Acceleration on Mobile Devices, ECCV 2018",
         FILTERS,
@@ -162,30 +179,30 @@ def score(
     The model is evaluated in eval mode, whatever mode it is in, and is left exactly as it was. Where torchrun started
     several processes, each takes its share of the examples and all get the same saliency; give all the same data.
     """
-    one_of("method", method, METHODS)
+    check_choice("method", method, METHODS)
     if objective is not None:
-        one_of("objective", objective, OBJECTIVES)
+        check_choice("objective", objective, OBJECTIVES)
     check_loss(loss)
     chosen = METHODS[method]
     if classes is not None and not chosen.samples:
         those = ", ".join(repr(name) for name, m in METHODS.items() if m.samples)
         raise ArgumentError(f"classes= is for {those}; method={method!r} does not sample outputs.")
-    with borrowed(model):  # reading a shuffled loader draws random numbers; they are given back too
+    with borrow_model(model):  # reading a shuffled loader draws random numbers; they are given back too
         if structures is not None:
             check_structures(model, structures, method)
         reads = chosen.data or structures is None
-        chunks = _chunks(data, examples, generator, chosen, home(model)) if reads else iter(())
-        labels = Labels(loss)
+        chunks = _chunks(data, examples, generator, chosen, find_device(model)) if reads else iter(())
+        labels = LabelCheck(loss)
         chunks = labels.noted(chunks)
         if not chosen.labels:
-            chunks = (answered(model, chunk, loss) for chunk in chunks)
+            chunks = (add_pseudo_labels(model, chunk, loss) for chunk in chunks)
         if structures is None:
             head = next(chunks)
             chunks = itertools.chain([head], chunks)
             groups = "coupled" if "coupled" in chosen.needs else "independent"
             structures = find_structures(model, head.rows(0, min(2, head.size)).inputs, groups=groups)
             check_structures(model, structures, method)
-        mine = share(chunks, distributed.rank(), distributed.ranks())
+        mine = distribute_examples(chunks, distributed.get_rank(), distributed.count_ranks())
         found = chosen.run(Problem(model, structures, loss, mine, examples), Options(classes, generator))
     saliency = _saliency(found, structures, method, next(model.parameters()).dtype, objective)
     if labels.are_ignored:
@@ -196,9 +213,9 @@ def score(
 def _refuse_zeros(saliency: Saliency) -> None:
     """Of labels that are all ignored; a network may well have none but zeros of its own."""
     terms = (saliency.first, saliency.second, saliency.pairs, saliency.values)
-    if not any(bool((t.abs() > NOTHING).any()) for t in terms if t is not None):
+    if not any(bool((t.abs() > ZERO_TOLERANCE).any()) for t in terms if t is not None):
         raise LossError(
-            f"every label of the {saliency.examples:,} examples is {IGNORED}, which cross-entropy ignores: there is no "
+            f"every label of the {saliency.examples:,} examples is {IGNORE_INDEX}, which cross-entropy ignores: there is no "
             f"loss at all, and every saliency of method={saliency.method!r} is zero. Give labels."
         )
 
@@ -207,7 +224,7 @@ def _chunks(
     data: Any, examples: int | None, generator: torch.Generator | None, method: Method, device: torch.device
 ) -> Iterator[Chunk]:
     """The data, of which there must be some."""
-    chunks = iter(read(data, examples, generator, alone=not method.labels, device=device))
+    chunks = iter(iterate_chunks(data, examples, generator, alone=not method.labels, device=device))
     head = next(chunks, None)
     if head is None or head.size == 0:
         raise DataError("the data is empty: there is not one example to score with. Is the loader's dataset empty?")
@@ -236,7 +253,7 @@ def _saliency(
 def check_structures(model: nn.Module, structures: Structures, method: str) -> None:
     """Refuse structures of another model, and what the method cannot do here."""
     _check_model(model, structures)
-    refuse_unsuited(method, METHODS, model, structures)
+    check_requirements(method, METHODS, model, structures)
 
 
 def _check_model(model: nn.Module, structures: Structures) -> None:
@@ -247,7 +264,7 @@ def _check_model(model: nn.Module, structures: Structures) -> None:
         for name in (layer.name, *layer.norms):
             if name not in names:
                 raise ArgumentError(f"the structures name {name!r}, which this model does not have. {again}")
-        width = width_of(model, layer.name, structures.kind)
+        width = find_width(model, layer.name, structures.kind)
         if width != layer.channels:
             raise ArgumentError(
                 f"the structures have {layer.channels} channels in {layer.name!r}, this model {width}. {again}"

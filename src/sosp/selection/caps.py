@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from sosp.graph.records import Saliency, Structures
-from sosp.selection.greedy import Room, greedy, most_of
+from sosp.selection.greedy_order import LayerLimits, limit_removals, order_removals
 
 
-def read_by(structures: Structures) -> dict[str, str]:
+def find_depthwise_inputs(structures: Structures) -> dict[str, str]:
     """Depthwise layer -> the layer that it reads channel by channel: what that one loses, it loses too."""
     width = {layer.name: layer.channels for layer in structures.layers}
     found: dict[str, str] = {}
@@ -20,13 +20,13 @@ def read_by(structures: Structures) -> dict[str, str]:
     return found
 
 
-class Place:
+class CappedLayer:
     """The channels of a layer, and of the depthwise ones that read it: one is lost where any of them loses it."""
 
     def __init__(self, covers: dict[int, set[int]], cap: float) -> None:
         self.covers = covers  # structure -> the channels that go with it
         self.widest = max(map(len, covers.values()))
-        self.left = most_of([len(set().union(*covers.values()))], cap)[0]
+        self.left = limit_removals([len(set().union(*covers.values()))], cap)[0]
         self.gone: set[int] = set()
 
     def take(self, s: int) -> list[int]:
@@ -43,9 +43,9 @@ class Place:
         return [s for s, channels in self.covers.items() if len(channels - self.gone) > self.left]
 
 
-def places_of(structures: Structures, cap: float) -> dict[int, list[Place]]:
+def find_capped_layers(structures: Structures, cap: float) -> dict[int, list[CappedLayer]]:
     """Structure -> the places where it takes channels."""
-    above = read_by(structures)
+    above = find_depthwise_inputs(structures)
     root: dict[str, str] = {}
     covers: dict[str, dict[int, set[int]]] = {}
     for layer, ids in zip(structures.layers, structures.ids, strict=True):
@@ -54,23 +54,23 @@ def places_of(structures: Structures, cap: float) -> dict[int, list[Place]]:
         for channel, s in enumerate(ids.tolist()):
             if s >= 0:
                 mine.setdefault(s, set()).add(channel)
-    found: dict[int, list[Place]] = {}
-    for place in (Place(mine, cap) for mine in covers.values() if mine):
+    found: dict[int, list[CappedLayer]] = {}
+    for place in (CappedLayer(mine, cap) for mine in covers.values() if mine):
         for s in place.covers:
             found.setdefault(s, []).append(place)
     return found
 
 
-class Capped(Room):
+class ChannelLimits(LayerLimits):
     """The room of layers that lose channels together. Where all are sorted at once nothing asks it: see ``within``."""
 
     def __init__(self, structures: Structures, cap: float, device: torch.device) -> None:
         super().__init__(structures, None, device)
         self.structures, self.cap = structures, cap
-        self.places = places_of(structures, cap)
+        self.places = find_capped_layers(structures, cap)
 
     def full(self) -> Tensor:
-        return self.which(_closed(self.places))
+        return self.which(_find_unremovable(self.places))
 
     def closed_by(self, s: Tensor) -> Tensor | None:
         closed = [t for place in self.places[int(s)] for t in place.take(int(s))]
@@ -84,8 +84,8 @@ class Capped(Room):
 
     def within(self, order: Tensor) -> Tensor:
         """The order without those that a place has no room for, and without what comes when nothing is left."""
-        places = places_of(self.structures, self.cap)
-        shut = set(_closed(places))
+        places = find_capped_layers(self.structures, self.cap)
+        shut = set(_find_unremovable(places))
         kept: list[int] = []
         for s in order.tolist():
             if s not in shut:
@@ -95,22 +95,22 @@ class Capped(Room):
         return torch.tensor(kept, dtype=torch.long, device=order.device)
 
 
-def _closed(places: dict[int, list[Place]]) -> list[int]:
+def _find_unremovable(places: dict[int, list[CappedLayer]]) -> list[int]:
     """Structures that may not go at all: they take more than the cap of a layer by themselves."""
     every = {id(place): place for those in places.values() for place in those}
     return [s for place in every.values() for s in place.closed()]
 
 
-def room_for(structures: Structures, cap: float | None, device: torch.device) -> Room:
+def build_limits(structures: Structures, cap: float | None, device: torch.device) -> LayerLimits:
     """How much every layer may lose."""
-    room = Room(structures, cap, device)
-    if cap is None or cap == 1 or (structures.plain and not read_by(structures)):
+    room = LayerLimits(structures, cap, device)
+    if cap is None or cap == 1 or (structures.plain and not find_depthwise_inputs(structures)):
         return room
-    return Capped(structures, cap, device)
+    return ChannelLimits(structures, cap, device)
 
 
-def in_order(saliency: Saliency, count: int, weights: Tensor | None, room: Room) -> Tensor:
+def order_capped_removals(saliency: Saliency, count: int, weights: Tensor | None, room: LayerLimits) -> Tensor:
     """The structures to remove, in the order they go; fewer than ``count`` where there is room for no more."""
-    if not isinstance(room, Capped):
-        return greedy(saliency, count, weights, room)
-    return room.within(greedy(saliency, room.total, weights, room))[:count]
+    if not isinstance(room, ChannelLimits):
+        return order_removals(saliency, count, weights, room)
+    return room.within(order_removals(saliency, room.total, weights, room))[:count]

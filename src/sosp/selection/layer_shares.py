@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import floor
 
-from sosp.errors import ArgumentError, nearest
+from sosp.errors import ArgumentError, suggest_name
 from sosp.graph.records import Structures
-from sosp.selection.greedy import check_share, most_of, widths_of
+from sosp.selection.greedy_order import check_share, count_layer_structures, limit_removals
 
 
 @dataclass(frozen=True)
-class Quotas:
+class LayerQuotas:
     """What the layers lose: their own share where they have one, the common one otherwise; one structure stays."""
 
     names: tuple[str, ...]
@@ -23,7 +23,7 @@ class Quotas:
 
     def at(self, common: float) -> list[int]:
         """How many go, layer by layer, where the layers without a share of their own lose ``common``."""
-        wanted = [_part(self.shares.get(i, common), w) for i, w in enumerate(self.widths)]
+        wanted = [_round_share(self.shares.get(i, common), w) for i, w in enumerate(self.widths)]
         return [min(n, most) for n, most in zip(wanted, self.most, strict=True)]
 
     def steps(self) -> list[float]:
@@ -34,7 +34,7 @@ class Quotas:
         return sorted({(j - 0.5) / w for w, most in free for j in range(1, most + 1)})
 
 
-def quotas_of(structures: Structures, ratios: Mapping[str, float] | None, cap: float | None) -> Quotas:
+def build_quotas(structures: Structures, ratios: Mapping[str, float] | None, cap: float | None) -> LayerQuotas:
     """From what the user gave."""
     if structures.kind == "blocks":
         raise ArgumentError(
@@ -42,12 +42,12 @@ def quotas_of(structures: Structures, ratios: Mapping[str, float] | None, cap: f
         )
     if cap is not None:
         check_share("cap", cap)
-    names, widths = tuple(layer.name for layer in structures.layers), widths_of(structures)
+    names, widths = tuple(layer.name for layer in structures.layers), count_layer_structures(structures)
     shares = _shares(structures, names, widths, {} if ratios is None else ratios)
-    most = [min(n, max(w - 1, 0)) for n, w in zip(most_of(widths, cap), widths, strict=True)]
+    most = [min(n, max(w - 1, 0)) for n, w in zip(limit_removals(widths, cap), widths, strict=True)]
     for i, share in shares.items():
         _refuse_above(cap, share, f"ratios asks for {share} of {names[i]!r}")
-    return Quotas(names, tuple(widths), shares, tuple(most))
+    return LayerQuotas(names, tuple(widths), shares, tuple(most))
 
 
 def refuse_above_cap(ratio: float, cap: float | None) -> None:
@@ -61,7 +61,7 @@ def _refuse_above(cap: float | None, share: float, what: str) -> None:
         raise ArgumentError(f"{what}, but cap={cap} lets a layer lose no more than that. Lower it, or lift the cap.")
 
 
-def _part(share: float, width: int) -> int:
+def _round_share(share: float, width: int) -> int:
     """Rounded, halves up: half of five is three. (0.29 * 50 is 14.499999999999998 and must count as 14.5.)"""
     return floor(share * width + 0.5 + 1e-9)
 
@@ -90,7 +90,9 @@ def _matching(structures: Structures, key: str, names: tuple[str, ...], widths: 
     """The layers that a name or pattern stands for; those whose channels are tied to earlier ones have no own."""
     hit = [i for i, name in enumerate(names) if name == key or fnmatchcase(name, str(key))]
     if not hit:
-        raise ArgumentError(f"ratios names {key!r}, which matches no layer with structures.{nearest(str(key), names)}")
+        raise ArgumentError(
+            f"ratios names {key!r}, which matches no layer with structures.{suggest_name(str(key), names)}"
+        )
     own = [i for i in hit if widths[i]]
     if not own:
         owners = {names[o] for i in hit for o in structures.owner()[structures.ids[i][structures.ids[i] >= 0]].tolist()}

@@ -9,15 +9,15 @@ GAP = 1e-10  # how far from the least value the relaxed one may be, in units of 
 STEPS = 100  # of Newton's method; a dozen or two are taken
 
 
-def choose(H: Tensor, f: Tensor, k: int) -> Tensor:
+def choose_subset(H: Tensor, f: Tensor, k: int) -> Tensor:
     """k of the n that minimise ``1/2 x . H x - f . x`` over 0/1 vectors, nearly: the largest of the relaxed solution.
 
     In descending order of it; ties go to the lower index.
     """
-    return torch.argsort(relaxed(H, f, k), descending=True, stable=True)[:k]
+    return torch.argsort(solve_relaxation(H, f, k), descending=True, stable=True)[:k]
 
 
-def relaxed(H: Tensor, f: Tensor, k: int) -> Tensor:
+def solve_relaxation(H: Tensor, f: Tensor, k: int) -> Tensor:
     """(n,) the minimiser over ``0 <= x <= 1``, ``sum x = k``; H positive semidefinite.
 
     A primal-dual interior point method. At the solution the slope ``H x - f`` is ``y + z - w``: y where x is inside,
@@ -41,10 +41,10 @@ def relaxed(H: Tensor, f: Tensor, k: int) -> Tensor:
     return x
 
 
-Point = tuple[Tensor, Tensor, Tensor, Tensor]
+InteriorPoint = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _newton(H: Tensor, rest: Tensor, point: Point, aim: Tensor) -> Point:
+def _newton(H: Tensor, rest: Tensor, point: InteriorPoint, aim: Tensor) -> InteriorPoint:
     """One step towards ``x z = (1 - x) w = aim`` and no rest, as far as everything stays positive."""
     x, y, z, w = point
     s = 1 - x

@@ -10,20 +10,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sosp.core.files import about, as_path, read, write
-from sosp.core.schema import fields, many, one_of, parse, text, whole
+from sosp.core.json_checks import check_integer, check_string, expect_choice, expect_fields, expect_list, parse_json
+from sosp.core.safetensors_files import parse_path, prefix_errors, read_safetensors, write_safetensors
 from sosp.errors import CheckpointError
 from sosp.graph.mask import Mask
 from sosp.graph.records import OBJECTIVES, SCOPES, Saliency, Structures
-from sosp.selection.greedy import ranks_of
+from sosp.selection.greedy_order import rank_structures
 
-DOCUMENT = fields(
-    holds=one_of(["saliency"]),
-    method=text,
-    objective=one_of(OBJECTIVES),
-    scope=one_of(SCOPES),
-    examples=whole,
-    layers=many(text),
+DOCUMENT = expect_fields(
+    holds=expect_choice(["saliency"]),
+    method=check_string,
+    objective=expect_choice(OBJECTIVES),
+    scope=expect_choice(SCOPES),
+    examples=check_integer,
+    layers=expect_list(check_string),
 )
 # Tensor -> its dimensions and type; the last three may be missing.
 TENSORS: dict[str, tuple[int, torch.dtype]] = {
@@ -62,9 +62,9 @@ class SavedSaliency:
         return replace(self, layers=tuple(self.layers[i] for i in kept.tolist()), index=index, pairs_by_layer=pairs)
 
 
-def keep_saliency(path: str | Path, saliency: Saliency, mask: Mask) -> None:
+def save_saliency(path: str | Path, saliency: Saliency, mask: Mask) -> None:
     """Write what is known of every structure to one file, which appears only when it is complete."""
-    file = as_path(path)
+    file = parse_path(path)
     document = {
         "holds": "saliency",
         "method": saliency.method,
@@ -73,16 +73,16 @@ def keep_saliency(path: str | Path, saliency: Saliency, mask: Mask) -> None:
         "examples": saliency.examples,
         "layers": [layer.name for layer in saliency.structures.layers],
     }
-    with about(file):
-        write(file, json.dumps(document, separators=(",", ":")), _tensors(saliency, mask))
+    with prefix_errors(file):
+        write_safetensors(file, json.dumps(document, separators=(",", ":")), _tensors(saliency, mask))
 
 
 def read_saliency(path: str | Path) -> SavedSaliency:
     """What ``keep_saliency`` wrote, every field checked."""
-    file = as_path(path)
-    with about(file):
-        document, tensors = read(file)
-        found = parse(document)
+    file = parse_path(path)
+    with prefix_errors(file):
+        document, tensors = read_safetensors(file)
+        found = parse_json(document)
         if not isinstance(found, dict) or found.get("holds") != "saliency":
             raise CheckpointError("holds no saliency, but something else that sosp wrote.")
         claims = DOCUMENT(found, "")
@@ -97,8 +97,8 @@ def _tensors(saliency: Saliency, mask: Mask) -> dict[str, Tensor]:
     structures = saliency.structures
     found = {
         "index": structures.owner(),
-        "rank": ranks_of(saliency),
-        "removed": removed_by(structures, mask),
+        "rank": rank_structures(saliency),
+        "removed": find_removed_structures(structures, mask),
         "scores": saliency.scores,
         "first": saliency.first,
         "second": saliency.own,
@@ -108,7 +108,7 @@ def _tensors(saliency: Saliency, mask: Mask) -> dict[str, Tensor]:
     return {name: x.detach().to("cpu", TENSORS[name][1], copy=True).contiguous() for name, x in given.items()}
 
 
-def removed_by(structures: Structures, mask: Mask) -> Tensor:
+def find_removed_structures(structures: Structures, mask: Mask) -> Tensor:
     """(S,) whether a channel of it is gone."""
     gone = torch.zeros(len(structures) + 1, dtype=torch.bool)
     for layer, ids in zip(structures.layers, structures.ids, strict=True):

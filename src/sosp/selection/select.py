@@ -9,17 +9,17 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from sosp.errors import ArgumentError, DisconnectedError, is_number, one_of
-from sosp.graph.cost import cost_of, whole_cost
+from sosp.errors import ArgumentError, DisconnectedError, check_choice, is_number
+from sosp.graph.cost import compute_cost, compute_whole_cost
 from sosp.graph.flow import Flow
-from sosp.graph.layout import Style
+from sosp.graph.layout import LayoutStyle
 from sosp.graph.mask import Mask
 from sosp.graph.plan import Plan, plan_removal
 from sosp.graph.records import INPUT, OUTPUT, SCOPES, Saliency, Structures
-from sosp.selection.caps import in_order, read_by, room_for
-from sosp.selection.greedy import Room, check_share, greedy
-from sosp.selection.layer_shares import Quotas, quotas_of, refuse_above_cap
-from sosp.selection.quadratic_program import choose
+from sosp.selection.caps import build_limits, find_depthwise_inputs, order_capped_removals
+from sosp.selection.greedy_order import LayerLimits, check_share, order_removals
+from sosp.selection.layer_shares import LayerQuotas, build_quotas, refuse_above_cap
+from sosp.selection.quadratic_program import choose_subset
 
 SCALES = ("kernel", "macs", "params")
 
@@ -90,14 +90,14 @@ def select(
 def select_and_plan(saliency: Saliency, options: SelectionOptions) -> tuple[Mask, Plan | None]:
     """Return the mask, and the plan to remove it if a budget had to be met by the network that is built."""
     structures, cap, scale = saliency.structures, options.cap, options.scale
-    budget = budget_of(options)
+    budget = parse_budget(options)
     if scale is not None:
-        one_of("scale", scale, SCALES)
+        check_choice("scale", scale, SCALES)
     scope = _scope(saliency, options.scope, options.ratios, budget)
     if scope == "layer":
-        found = _by_layer(saliency, quotas_of(structures, options.ratios, cap), options, budget)
+        found = _select_by_layer(saliency, build_quotas(structures, options.ratios, cap), options, budget)
     else:
-        found = _together(saliency, options, budget)
+        found = _select_globally(saliency, options, budget)
     mask, plan = (found.mask, found) if isinstance(found, Plan) else (Mask.from_structures(structures, found), None)
     # Where every layer keeps something, only a depthwise one can be empty: it has lost some, the one it reads the rest.
     refuse_disconnected(structures, mask, budget, capped=scope == "layer" or (cap is not None and cap < 1))
@@ -105,18 +105,20 @@ def select_and_plan(saliency: Saliency, options: SelectionOptions) -> tuple[Mask
 
 
 @dataclass(frozen=True)
-class Budget:
+class SelectionBudget:
     """What is limited, and to what, in a network that is built like this."""
 
     what: str
     limit: float
-    style: Style
+    style: LayoutStyle
 
 
-def _scope(saliency: Saliency, scope: str | None, ratios: Mapping[str, float] | None, budget: Budget | None) -> str:
+def _scope(
+    saliency: Saliency, scope: str | None, ratios: Mapping[str, float] | None, budget: SelectionBudget | None
+) -> str:
     """How the structures are ranked; layers with shares of their own are ranked one by one."""
     if scope is not None:
-        one_of("scope", scope, SCOPES)
+        check_choice("scope", scope, SCOPES)
     if ratios is None:
         return scope or saliency.scope
     if scope == "global":
@@ -130,33 +132,35 @@ def _scope(saliency: Saliency, scope: str | None, ratios: Mapping[str, float] | 
     return "layer"
 
 
-def _together(saliency: Saliency, options: SelectionOptions, budget: Budget | None) -> Tensor | Plan:
+def _select_globally(saliency: Saliency, options: SelectionOptions, budget: SelectionBudget | None) -> Tensor | Plan:
     """Choose from all structures in one ranking."""
     structures, ratio, round_to = saliency.structures, options.ratio, options.round_to
-    room = room_for(structures, options.cap, saliency.scores.device)
+    room = build_limits(structures, options.cap, saliency.scores.device)
     weights = _weights(structures, options.scale)
     if budget is not None:
-        order = in_order(saliency, room.total, weights, room)
-        return _meet_budget(structures, lambda n: _rounded(structures, order[:n], round_to), len(order), budget)
+        order = order_capped_removals(saliency, room.total, weights, room)
+        return _meet_budget(structures, lambda n: _round_widths(structures, order[:n], round_to), len(order), budget)
     ratio = 0.5 if ratio is None else ratio
     check_share("ratio", ratio)
     count = round(ratio * len(structures))
-    order = in_order(saliency, min(count, room.total), weights, room)
+    order = order_capped_removals(saliency, min(count, room.total), weights, room)
     if count > len(order):
         raise ArgumentError(
             f"ratio={ratio} asks for {count} of {len(structures)} structures, but cap={options.cap} leaves only "
             f"{len(order)} to remove."
         )
-    return _rounded(structures, order, round_to)
+    return _round_widths(structures, order, round_to)
 
 
-def _by_layer(saliency: Saliency, quotas: Quotas, options: SelectionOptions, budget: Budget | None) -> Tensor | Plan:
+def _select_by_layer(
+    saliency: Saliency, quotas: LayerQuotas, options: SelectionOptions, budget: SelectionBudget | None
+) -> Tensor | Plan:
     """Choose the least important share of every layer."""
     structures, ratio = saliency.structures, options.ratio
-    fill = _filler(saliency, options.cap, options.scale)
+    fill = _build_layer_selector(saliency, options.cap, options.scale)
 
     def at(share: float) -> Tensor:
-        return _rounded(structures, fill(quotas.at(share)), options.round_to)
+        return _round_widths(structures, fill(quotas.at(share)), options.round_to)
 
     if budget is not None:
         steps = [0.0, *quotas.steps()]
@@ -167,12 +171,14 @@ def _by_layer(saliency: Saliency, quotas: Quotas, options: SelectionOptions, bud
     return at(ratio)
 
 
-def _filler(saliency: Saliency, cap: float | None, scale: str | None) -> Callable[[list[int]], Tensor]:
+def _build_layer_selector(saliency: Saliency, cap: float | None, scale: str | None) -> Callable[[list[int]], Tensor]:
     """From how many every layer loses to which: greedy, or the programme of each layer."""
     structures, device = saliency.structures, saliency.scores.device
     weights = _weights(structures, scale)
     if saliency.objective != "signed" or saliency.pairs is None:
-        return lambda quotas: greedy(saliency, sum(quotas), weights, Room(structures, cap, device, quotas))
+        return lambda quotas: order_removals(
+            saliency, sum(quotas), weights, LayerLimits(structures, cap, device, quotas)
+        )
     if scale is not None:
         raise ArgumentError(
             f"scale={scale!r} divides what a structure costs by itself, and objective='signed' weighs those of a layer "
@@ -186,17 +192,17 @@ def _filler(saliency: Saliency, cap: float | None, scale: str | None) -> Callabl
     def one(i: int, k: int) -> Tensor:
         if (i, k) not in known:
             m = members[i]
-            known[i, k] = m[choose(pairs[m][:, m], first[m], k)]
+            known[i, k] = m[choose_subset(pairs[m][:, m], first[m], k)]
         return known[i, k]
 
     return lambda quotas: torch.cat([one(i, k) for i, k in enumerate(quotas)])
 
 
-def budget_of(options: SelectionOptions) -> Budget | None:
+def parse_budget(options: SelectionOptions) -> SelectionBudget | None:
     """Return the budget that is asked for; None where it is a ratio of the structures."""
     given = {"ratio": options.ratio, "params": options.params, "macs": options.macs}
     named = {name: value for name, value in given.items() if value is not None}
-    style = Style(options.join, options.round_to)
+    style = LayoutStyle(options.join, options.round_to)
     if len(named) > 1:
         raise ArgumentError(f"give one of ratio, params and macs, not {' and '.join(named)}.")
     if options.ratio is not None or not named:
@@ -206,22 +212,22 @@ def budget_of(options: SelectionOptions) -> Budget | None:
         raise ArgumentError(
             f"{name}={value!r} must be the share that may be left, up to 1, or a whole number of {name}."
         )
-    return Budget(name, value, style)
+    return SelectionBudget(name, value, style)
 
 
-def _meet_budget(structures: Structures, chosen: Callable[[int], Tensor], most: int, budget: Budget) -> Plan:
+def _meet_budget(structures: Structures, chosen: Callable[[int], Tensor], most: int, budget: SelectionBudget) -> Plan:
     """Plan to remove the first of the growing sets ``chosen(0), ..., chosen(most)`` that meets the limit."""
     what, limit = budget.what, budget.limit
     if structures.flow is None or structures.kind == "weights":
         raise ArgumentError(f"{what}= needs the channel flow of the network, which these structures do not have.")
     flow = structures.flow
-    whole = getattr(whole_cost(flow), what)
+    whole = getattr(compute_whole_cost(flow), what)
     target = limit * whole * (1 + 1e-12) if limit <= 1 else limit  # 57 / 101 * 101 is 56.999...
     places = {layer.name: layer.norms for layer in structures.layers}
 
     def left(flow: Flow, count: int) -> int:
         removed = flow.removed(structures.channels_of(chosen(count)), places)
-        return getattr(cost_of(flow, flow.layout(removed, budget.style)), what)
+        return getattr(compute_cost(flow, flow.layout(removed, budget.style)), what)
 
     low = 0
     while True:
@@ -245,7 +251,7 @@ def _meet_budget(structures: Structures, chosen: Callable[[int], Tensor], most: 
         low += 1
 
 
-def _rounded(structures: Structures, chosen: Tensor, round_to: int) -> Tensor:
+def _round_widths(structures: Structures, chosen: Tensor, round_to: int) -> Tensor:
     """Take back, layer by layer, what was removed last, until a multiple of ``round_to`` is kept."""
     if round_to == 1:
         return chosen
@@ -271,7 +277,7 @@ def _weights(structures: Structures, scale: str | None) -> Tensor | None:
 
 
 def refuse_disconnected(
-    structures: Structures, mask: Mask, budget: Budget | None = None, *, capped: bool = False
+    structures: Structures, mask: Mask, budget: SelectionBudget | None = None, *, capped: bool = False
 ) -> None:
     """Refuse a mask that leaves no way from the input to the output around the layers it empties."""
     dead = _dead_layers(structures, mask)
@@ -312,6 +318,6 @@ def _dead_layers(structures: Structures, mask: Mask) -> set[str]:
             continue
         gone[name] = set(mask.removed[layer.name].tolist()) if layer.name in mask.removed else set()
         width[name] = layer.channels
-    for name, up in read_by(structures).items():
+    for name, up in find_depthwise_inputs(structures).items():
         gone[name] |= gone[up]
     return {name for name in gone if len(gone[name]) == width[name]}

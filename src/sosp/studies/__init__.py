@@ -2,35 +2,35 @@
 
 from typing import TYPE_CHECKING
 
-from sosp.core.lazy import attach
+from sosp.core.lazy_imports import make_lazy_exports
 
 if TYPE_CHECKING:
     from sosp.studies import paper
-    from sosp.studies.compare.cells import Cell, ComparisonPlan
-    from sosp.studies.compare.summary import Summary, summaries
-    from sosp.studies.expand.courses import run_courses
-    from sosp.studies.expand.plan import Course, ExpansionPlan, Setup
-    from sosp.studies.expand.points import Point
-    from sosp.studies.expand.search import Choice, Expanded, init_or_trained
-    from sosp.training.initial_statistics import settled
+    from sosp.studies.compare.comparison_cells import ComparisonCell, ComparisonPlan
+    from sosp.studies.compare.summary import ComparisonSummary, summarise_cells
+    from sosp.studies.expand.expand_pruning import Expanded, WideningChoice, compare_init_pruning
+    from sosp.studies.expand.expansion_plan import ExpansionPlan, ExpansionSetup, PruningProtocol
+    from sosp.studies.expand.expansion_points import ExpansionPoint
+    from sosp.studies.expand.pruning_protocols import run_protocols
+    from sosp.training.initial_statistics import recalibrate_untrained
 else:
-    __getattr__, __dir__ = attach(
+    __getattr__, __dir__ = make_lazy_exports(
         __name__,
         {
-            "sosp.studies.compare.cells": "ComparisonPlan Cell",
-            "sosp.studies.compare.summary": "Summary summaries",
-            "sosp.studies.expand.plan": "ExpansionPlan Setup Course",
-            "sosp.studies.expand.courses": "run_courses",
-            "sosp.studies.expand.points": "Point",
-            "sosp.studies.expand.search": "Expanded Choice init_or_trained",
-            "sosp.training.initial_statistics": "settled",
+            "sosp.studies.compare.comparison_cells": "ComparisonPlan ComparisonCell",
+            "sosp.studies.compare.summary": "ComparisonSummary summarise_cells",
+            "sosp.studies.expand.expansion_plan": "ExpansionPlan ExpansionSetup PruningProtocol",
+            "sosp.studies.expand.pruning_protocols": "run_protocols",
+            "sosp.studies.expand.expansion_points": "ExpansionPoint",
+            "sosp.studies.expand.expand_pruning": "Expanded WideningChoice compare_init_pruning",
+            "sosp.training.initial_statistics": "recalibrate_untrained",
         },
         {"paper": "sosp.studies.paper"},
     )
 
 # Comparisons, expansions, the paper's experiments.
 __all__ = [
-    "ComparisonPlan", "Cell", "Summary", "summaries",
-    "ExpansionPlan", "Setup", "Course", "Point", "Choice", "Expanded", "run_courses", "init_or_trained", "settled",
+    "ComparisonPlan", "ComparisonCell", "ComparisonSummary", "summarise_cells",
+    "ExpansionPlan", "ExpansionSetup", "PruningProtocol", "ExpansionPoint", "WideningChoice", "Expanded", "run_protocols", "compare_init_pruning", "recalibrate_untrained",
     "paper",
 ]  # fmt: skip

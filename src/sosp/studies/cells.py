@@ -14,28 +14,28 @@ TINY_WIDTH = 0.25
 
 
 @dataclass(frozen=True)
-class Grown:
+class WideningSpec:
     """Wider than it was: where ``of``, pruned, loses least ("expand"), or evenly to as many parameters ("widen")."""
 
     how: str
-    of: Trained
+    of: TrainedCell
     factor: float = 2.0
     probe: float = 0.5  # the ratio at which blocks are compared
     gate: str = "weights"
     examples: int = 1000
 
-    def seeded(self, seed: int) -> Grown:
+    def seeded(self, seed: int) -> WideningSpec:
         return replace(self, of=self.of.seeded(seed))
 
-    def in_epochs(self, epochs: int) -> Grown:
+    def in_epochs(self, epochs: int) -> WideningSpec:
         return replace(self, of=self.of.in_epochs(epochs))
 
-    def tiny(self) -> Grown:
+    def tiny(self) -> WideningSpec:
         return replace(self, of=self.of.tiny(), examples=100)
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedCell:
     """A network as pruning finds it: trained from its first weights, or not at all (0 epochs)."""
 
     network: str  # of sosp.nets
@@ -44,7 +44,7 @@ class Trained:
     seed: int = 0
     width: float = 1.0
     slimming: float = 0.0  # strength of the L1 term on the scales of batch norms (NN Slimming)
-    grown: Grown | None = None
+    grown: WideningSpec | None = None
 
     @property
     def place(self) -> str:
@@ -67,26 +67,26 @@ class Trained:
         """What makes it another start than the plain trained network."""
         return [*([self.grown.how] if self.grown else []), *(["init"] if not self.schedule.epochs else [])]
 
-    def seeded(self, seed: int) -> Trained:
+    def seeded(self, seed: int) -> TrainedCell:
         """The same with another seed; cells that differ in nothing else are trials of one."""
         return replace(self, seed=seed, grown=self.grown.seeded(seed) if self.grown else None)
 
-    def in_epochs(self, epochs: int) -> Trained:
+    def in_epochs(self, epochs: int) -> TrainedCell:
         """The same with a shorter schedule."""
         grown = self.grown.in_epochs(epochs) if self.grown else None
-        return replace(self, schedule=in_epochs(self.schedule, epochs), grown=grown)
+        return replace(self, schedule=set_schedule_epochs(self.schedule, epochs), grown=grown)
 
-    def tiny(self) -> Trained:
+    def tiny(self) -> TrainedCell:
         width, grown = TINY_WIDTH * self.width, self.grown.tiny() if self.grown else None
         short = replace(TINY, epochs=min(TINY.epochs, self.schedule.epochs))
-        return Trained("digits_resnet", "digits", short, 0, width, self.slimming, grown)
+        return TrainedCell("digits_resnet", "digits", short, 0, width, self.slimming, grown)
 
 
 @dataclass(frozen=True)
-class Pruned:
+class PrunedCell:
     """A network without what a method finds least needed, fine-tuned."""
 
-    start: Trained
+    start: TrainedCell
     method: str
     budget: tuple[str, float]  # ("ratio", 0.5) of the structures go; ("params", 0.1), ("macs", 0.1) are left
     tuning: Schedule = PAPER
@@ -135,13 +135,13 @@ class Pruned:
         again = f"x{self.cycles}" if self.cycles > 1 else ""
         return "-".join([*parts, f"e{self.tuning.epochs}{again}", f"s{self.seed}"])
 
-    def seeded(self, seed: int) -> Pruned:
+    def seeded(self, seed: int) -> PrunedCell:
         return replace(self, start=self.start.seeded(seed), seed=seed)
 
-    def in_epochs(self, epochs: int) -> Pruned:
-        return replace(self, start=self.start.in_epochs(epochs), tuning=in_epochs(self.tuning, epochs))
+    def in_epochs(self, epochs: int) -> PrunedCell:
+        return replace(self, start=self.start.in_epochs(epochs), tuning=set_schedule_epochs(self.tuning, epochs))
 
-    def tiny(self) -> Pruned:
+    def tiny(self) -> PrunedCell:
         start, budget = self.start.tiny(), (self.budget[0], 0.5)
         tuning = replace(TINY, epochs=min(TINY.epochs, self.tuning.epochs))
         few = 4 if self.method == "amc" else self.episodes
@@ -149,7 +149,7 @@ class Pruned:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedCell:
     """How long the pruning step takes: scoring and selecting, without any training."""
 
     network: str
@@ -175,27 +175,27 @@ class Timed:
         """``resnet56x2-cifar10-sosp-h-weights-n1000-r5-time``."""
         return f"{self.place}-{self.method}-{self.gate}-n{self.examples}-r{self.repeats}-time"
 
-    def seeded(self, seed: int) -> Timed:
+    def seeded(self, seed: int) -> TimedCell:
         return replace(self, seed=seed)
 
-    def in_epochs(self, epochs: int) -> Timed:
+    def in_epochs(self, epochs: int) -> TimedCell:
         return self
 
-    def tiny(self) -> Timed:
+    def tiny(self) -> TimedCell:
         width = TINY_WIDTH * self.width
         return replace(self, network="digits_resnet", data="digits", width=width, examples=50, repeats=2)
 
 
-Cell = Trained | Pruned | Timed
-KINDS: dict[str, type[Any]] = {"trained": Trained, "pruned": Pruned, "timed": Timed}
+Cell = TrainedCell | PrunedCell | TimedCell
+KINDS: dict[str, type[Any]] = {"trained": TrainedCell, "pruned": PrunedCell, "timed": TimedCell}
 
 
-def in_epochs(schedule: Schedule, epochs: int) -> Schedule:
+def set_schedule_epochs(schedule: Schedule, epochs: int) -> Schedule:
     """The same shape in so many epochs: milestones are shares. What is not trained stays so."""
     return replace(schedule, epochs=epochs) if schedule.epochs else schedule
 
 
-def document(cell: Cell) -> dict[str, Any]:
+def encode_cell(cell: Cell) -> dict[str, Any]:
     """The cell as JSON has it, with its kind."""
     kind = next(name for name, made in KINDS.items() if type(cell) is made)
     found: dict[str, Any] = json.loads(json.dumps({"kind": kind, **asdict(cell)}))

@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from sosp.errors import ArgumentError, whole_number
-from sosp.studies.cells import Cell, Pruned, Trained
+from sosp.errors import ArgumentError, check_whole_number
+from sosp.studies.cells import Cell, PrunedCell, TrainedCell
 
 TINY = "-tiny"
 BASELINE = "baseline"  # what nothing was removed from
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedRow:
     """A row of the paper as it is printed, and the line of its source where it stands. Accuracies in percent."""
 
     line: int
@@ -71,7 +71,7 @@ class Experiment:
     title: str
     where: str  # in the paper
     cells: tuple[Cell, ...]
-    published: tuple[Published, ...] = ()
+    published: tuple[PublishedRow, ...] = ()
     claims: tuple[Claim, ...] = ()
     beside: str = "final"  # which of our accuracies stands beside the paper's: or "best"; "zeroed" without fine-tuning
     together: int = 8  # networks that are trained side by side on a GPU
@@ -91,26 +91,26 @@ class Experiment:
 # --- variants -------------------------------------------------------------------------------------------
 
 
-def tiny(experiment: Experiment) -> Experiment:
+def make_tiny(experiment: Experiment) -> Experiment:
     """The same steps on digits, in seconds; what the paper says does not hold for it."""
     cells = tuple(dict.fromkeys(cell.tiny() for cell in experiment.cells))
     return replace(experiment, name=experiment.name + TINY, cells=cells, published=())
 
 
-def in_epochs(experiment: Experiment, epochs: int) -> Experiment:
+def set_epochs(experiment: Experiment, epochs: int) -> Experiment:
     """Every training and fine-tuning in so many epochs; its cells are others, and the paper has no numbers for them."""
-    whole_number("epochs", epochs)
+    check_whole_number("epochs", epochs)
     cells = tuple(dict.fromkeys(cell.in_epochs(epochs) for cell in experiment.cells))
     return replace(experiment, cells=cells, published=())
 
 
-def with_seeds(experiment: Experiment, seeds: int) -> Experiment:
+def limit_seeds(experiment: Experiment, seeds: int) -> Experiment:
     """Only the first so many seeds of every row."""
-    whole_number("seeds", seeds)
+    check_whole_number("seeds", seeds)
     return replace(experiment, cells=tuple(cell for cell in experiment.cells if cell.seed < seeds))
 
 
-def only(experiment: Experiment, pattern: str) -> Experiment:
+def select_cells(experiment: Experiment, pattern: str) -> Experiment:
     """Only the cells whose name a regular expression finds."""
     try:
         found = re.compile(pattern)
@@ -126,19 +126,19 @@ def only(experiment: Experiment, pattern: str) -> Experiment:
 # --- parts ----------------------------------------------------------------------------------------------
 
 
-def starts(experiment: Experiment) -> tuple[Trained, ...]:
+def list_starts(experiment: Experiment) -> tuple[TrainedCell, ...]:
     """The networks that its cells begin with, and those that are cells themselves."""
-    return starts_of(experiment.cells)
+    return collect_starts(experiment.cells)
 
 
-def starts_of(cells: Iterable[Cell]) -> tuple[Trained, ...]:
-    found = (cell.start if isinstance(cell, Pruned) else cell for cell in cells)
-    return tuple(dict.fromkeys(cell for cell in found if isinstance(cell, Trained)))
+def collect_starts(cells: Iterable[Cell]) -> tuple[TrainedCell, ...]:
+    found = (cell.start if isinstance(cell, PrunedCell) else cell for cell in cells)
+    return tuple(dict.fromkeys(cell for cell in found if isinstance(cell, TrainedCell)))
 
 
-def data_of(cell: Cell) -> str:
-    return cell.start.data if isinstance(cell, Pruned) else cell.data
+def find_dataset(cell: Cell) -> str:
+    return cell.start.data if isinstance(cell, PrunedCell) else cell.data
 
 
-def pruned(experiment: Experiment) -> tuple[Pruned, ...]:
-    return tuple(cell for cell in experiment.cells if isinstance(cell, Pruned))
+def list_pruned_cells(experiment: Experiment) -> tuple[PrunedCell, ...]:
+    return tuple(cell for cell in experiment.cells if isinstance(cell, PrunedCell))

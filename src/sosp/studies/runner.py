@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from sosp.errors import OutOfMemoryError, SospError, TrainingError
-from sosp.studies import starting_networks, timing, train_groups
-from sosp.studies.cells import Cell, Pruned, Timed, Trained, document
-from sosp.studies.cut import Cut, Cutter, unsuited
-from sosp.studies.experiment import Experiment, data_of, pruned, starts_of
-from sosp.studies.setting import Bench, Setting
-from sosp.studies.store import Record, find, folder_of, write
-from sosp.studies.train_groups import Group, Training
+from sosp.studies import starting_networks, timing, training_groups
+from sosp.studies.cell_pruning import CellPruner, CellPruningResult, find_refusal
+from sosp.studies.cell_records import CellRecord, choose_folder, find_cell_record, write_cell_record
+from sosp.studies.cells import Cell, PrunedCell, TimedCell, TrainedCell, encode_cell
+from sosp.studies.experiment import Experiment, collect_starts, find_dataset, list_pruned_cells
+from sosp.studies.training_groups import SharedTraining, TrainingGroup
+from sosp.studies.workspace import ExperimentSettings, Workspace
 from sosp.training import Epoch, Moment
 from sosp.training.watcher import Watcher
 
 
 @dataclass(frozen=True)
-class State:
+class ExperimentState:
     """Where an experiment stands."""
 
-    records: Mapping[str, Record | None]  # cell -> its record, None where it is missing
+    records: Mapping[str, CellRecord | None]  # cell -> its record, None where it is missing
 
     def count(self, state: str) -> int:
         return sum(record is not None and record.state == state for record in self.records.values())
@@ -35,7 +35,7 @@ class State:
         return sum(record is None for record in self.records.values())
 
 
-class Nobody:
+class SilentWatcher:
     """Is told nothing."""
 
     def event(self, name: str, facts: Mapping[str, Any]) -> None: ...
@@ -43,86 +43,90 @@ class Nobody:
     def step(self, stage: str, done: int, total: int, moment: Moment) -> None: ...
 
 
-def state(experiment: Experiment, results: Path) -> State:
+def read_experiment_state(experiment: Experiment, results: Path) -> ExperimentState:
     """Of every cell, what is there."""
-    return State({c.name: find(results, folder_of(c, experiment.name), c) for c in experiment.cells})
+    return ExperimentState(
+        {c.name: find_cell_record(results, choose_folder(c, experiment.name), c) for c in experiment.cells}
+    )
 
 
-def missing(experiment: Experiment, cells: Sequence[Cell], results: Path, retry: bool) -> list[Cell]:
+def list_missing(experiment: Experiment, cells: Sequence[Cell], results: Path, retry: bool) -> list[Cell]:
     """Those of the cells that are not there, or, with ``retry``, not done."""
-    known = state(experiment, results).records
+    known = read_experiment_state(experiment, results).records
     return [c for c in cells if (r := known[c.name]) is None or (retry and r.state != "done")]
 
 
-def run(
+def run_experiment(
     experiment: Experiment,
-    setting: Setting,
+    setting: ExperimentSettings,
     watch: Watcher | None = None,
     *,
     cells: Sequence[Cell] | None = None,
     retry: bool = False,
-) -> State:
+) -> ExperimentState:
     """Measure what is missing of all cells, or of these, several networks side by side; then where it stands.
 
     ``watch`` is told how it goes. Killed at any time, the same call goes on where it was.
     """
-    bench, watch = Bench(setting), watch or Nobody()
+    bench, watch = Workspace(setting), watch or SilentWatcher()
     with bench.locked():
         wanted = experiment.cells if cells is None else cells
-        todo = missing(experiment, wanted, setting.results, retry)
-        if todo and not any(isinstance(cell, Timed) or bench.has(data_of(cell)) for cell in wanted):
-            raise bench.refusals[data_of(todo[0])]
+        todo = list_missing(experiment, wanted, setting.results, retry)
+        if todo and not any(isinstance(cell, TimedCell) or bench.has(find_dataset(cell)) for cell in wanted):
+            raise bench.refusals[find_dataset(todo[0])]
         todo = _with_data(bench, todo, watch)
         watch.event("plan", {"experiment": experiment.name, "missing": len(todo)})
         for cell in todo:
-            if isinstance(cell, Timed):
-                _keep(bench, timing.measured(bench, cell, experiment.name), experiment, watch)
-        left = _suited(bench, experiment, [cell for cell in todo if isinstance(cell, Pruned)], watch)
-        begun = starts_of([*(cell for cell in todo if isinstance(cell, Trained)), *left])
-        starting_networks.provide(bench, begun, experiment.together, watch)
+            if isinstance(cell, TimedCell):
+                _keep(bench, timing.measure_cell(bench, cell, experiment.name), experiment, watch)
+        left = _keep_prunable(bench, experiment, [cell for cell in todo if isinstance(cell, PrunedCell)], watch)
+        begun = collect_starts([*(cell for cell in todo if isinstance(cell, TrainedCell)), *left])
+        starting_networks.prepare_networks(bench, begun, experiment.together, watch)
         _prune(bench, experiment, left, watch)
-    return state(experiment, setting.results)
+    return read_experiment_state(experiment, setting.results)
 
 
-def _with_data(bench: Bench, cells: list[Cell], watch: Watcher) -> list[Cell]:
+def _with_data(bench: Workspace, cells: list[Cell], watch: Watcher) -> list[Cell]:
     """Those whose data is there; of the others somebody is told. Times can be taken without any."""
-    absent = [cell for cell in cells if not isinstance(cell, Timed) and not bench.has(data_of(cell))]
-    for name, waiting in Counter(map(data_of, absent)).items():
+    absent = [cell for cell in cells if not isinstance(cell, TimedCell) and not bench.has(find_dataset(cell))]
+    for name, waiting in Counter(map(find_dataset, absent)).items():
         watch.event("absent", {"data": name, "cells": waiting, "reason": str(bench.refusals[name])})
     return [cell for cell in cells if cell not in absent]
 
 
-def _suited(bench: Bench, experiment: Experiment, cells: list[Pruned], watch: Watcher) -> list[Pruned]:
+def _keep_prunable(
+    bench: Workspace, experiment: Experiment, cells: list[PrunedCell], watch: Watcher
+) -> list[PrunedCell]:
     """Without the cells whose method the network does not allow: that is kept before the network is trained."""
-    refusals: dict[tuple[Trained, str, str], SospError | None] = {}
+    refusals: dict[tuple[TrainedCell, str, str], SospError | None] = {}
     for cell in cells:
         key = (cell.start, cell.method, cell.gate)
-        if key not in refusals and starting_networks.must_be_trained(bench, cell.start):
-            refusals[key] = unsuited(bench, cell)
+        if key not in refusals and starting_networks.is_missing(bench, cell.start):
+            refusals[key] = find_refusal(bench, cell)
     left = []
     for cell in cells:
         error = refusals.get((cell.start, cell.method, cell.gate))
         if error is None:
             left.append(cell)
         else:
-            _keep(bench, _without(bench, cell, experiment, "refused", error), experiment, watch)
+            _keep(bench, _record_refusal(bench, cell, experiment, "refused", error), experiment, watch)
     return left
 
 
 # --- pruning and fine-tuning ----------------------------------------------------------------------------
 
 
-def _prune(bench: Bench, experiment: Experiment, cells: list[Pruned], watch: Watcher) -> None:
+def _prune(bench: Workspace, experiment: Experiment, cells: list[PrunedCell], watch: Watcher) -> None:
     """Group by group: cut, fine-tune, keep. A network that breaks off is kept as failed and the others begin anew."""
     place, most = bench.setting.work / experiment.name, bench.together(experiment.together)
-    every = {cell.name: cell for cell in pruned(experiment)}
+    every = {cell.name: cell for cell in list_pruned_cells(experiment)}
     known = {name: _training(cell) for name, cell in every.items()}
     left = {cell.name: known[cell.name] for cell in cells}
-    cutters: dict[Trained, Cutter] = {}
+    cutters: dict[TrainedCell, CellPruner] = {}
     while left:
-        group = train_groups.grouped(left, known, place, most)[0]
+        group = training_groups.form_groups(left, known, place, most)[0]
         mine = {name: every[name] for name in group.names}
-        cutters |= {c.start: Cutter(bench, c.start) for c in mine.values() if c.start not in cutters}
+        cutters |= {c.start: CellPruner(bench, c.start) for c in mine.values() if c.start not in cutters}
         cuts = _cut(bench, experiment, mine, cutters, watch)
         gone = set(mine) - set(cuts)  # refused: the others find new company
         if not gone:
@@ -132,87 +136,89 @@ def _prune(bench: Bench, experiment: Experiment, cells: list[Pruned], watch: Wat
             except TrainingError as error:
                 gone = {name for name in mine if repr(name) in str(error)} or set(mine)
                 for name in sorted(gone):
-                    _keep(bench, _without(bench, mine[name], experiment, "failed", error), experiment, watch)
+                    _keep(bench, _record_refusal(bench, mine[name], experiment, "failed", error), experiment, watch)
             except OutOfMemoryError:
                 if len(mine) == 1:
                     raise
                 most = len(mine) // 2
-        train_groups.forget(group, place)
+        training_groups.delete_checkpoints(group, place)
         left = {name: training for name, training in left.items() if name not in gone}
 
 
-def _training(cell: Pruned) -> Training:
-    return Training(cell.start.data, cell.tuning, cell.cycles)
+def _training(cell: PrunedCell) -> SharedTraining:
+    return SharedTraining(cell.start.data, cell.tuning, cell.cycles)
 
 
 def _cut(
-    bench: Bench,
+    bench: Workspace,
     experiment: Experiment,
-    cells: Mapping[str, Pruned],
-    cutters: Mapping[Trained, Cutter],
+    cells: Mapping[str, PrunedCell],
+    cutters: Mapping[TrainedCell, CellPruner],
     watch: Watcher,
-) -> dict[str, Cut]:
+) -> dict[str, CellPruningResult]:
     """The smaller networks; a refusal is kept, and that cell left out. Equal saliencies come one after the other."""
-    found: dict[str, Cut] = {}
+    found: dict[str, CellPruningResult] = {}
     for cell in sorted(cells.values(), key=lambda c: (c.method, c.gate, c.seed, c.examples)):
         try:
             found[cell.name] = cutters[cell.start].cut(cell, bench.setting.work / experiment.name / cell.name)
         except SospError as error:
-            _keep(bench, _without(bench, cell, experiment, "refused", error), experiment, watch)
+            _keep(bench, _record_refusal(bench, cell, experiment, "refused", error), experiment, watch)
         else:
             watch.event("cut", {"cell": cell.name, **found[cell.name].metrics})
     return found
 
 
 def _tune(
-    bench: Bench,
+    bench: Workspace,
     experiment: Experiment,
-    group: Group,
-    cells: Mapping[str, Pruned],
-    cuts: Mapping[str, Cut],
+    group: TrainingGroup,
+    cells: Mapping[str, PrunedCell],
+    cuts: Mapping[str, CellPruningResult],
     watch: Watcher,
 ) -> None:
     place = bench.setting.work / experiment.name
     if epochs := group.training.schedule.epochs * group.training.cycles:
         watch.event("begin", {"cells": list(cells), "epochs": epochs})
     small = {name: cut.model for name, cut in cuts.items()}
-    done = train_groups.trained(bench, group, small, {n: c.seed for n, c in cells.items()}, place, watch)
-    parts = train_groups.parts(group, place, bench.setting.origin)
+    done = training_groups.train_group(bench, group, small, {n: c.seed for n, c in cells.items()}, place, watch)
+    parts = training_groups.describe_parts(group, place, bench.setting.origin)
     for name, (_, history) in done.items():
-        _keep(bench, _finished(bench, cells[name], experiment, cuts[name], history, parts), experiment, watch)
+        _keep(bench, _record_result(bench, cells[name], experiment, cuts[name], history, parts), experiment, watch)
     for name in done:  # only now: killed before, all of the group would be needed again
         shutil.rmtree(place / name, ignore_errors=True)
 
 
-def _finished(
-    bench: Bench,
-    cell: Pruned,
+def _record_result(
+    bench: Workspace,
+    cell: PrunedCell,
     experiment: Experiment,
-    cut: Cut,
+    cut: CellPruningResult,
     history: tuple[Epoch, ...],
     parts: Mapping[str, Any],
-) -> Record:
+) -> CellRecord:
     tested = [e.test.top1 for e in history if e.test is not None]
     tuned = {"first": tested[0], "final": tested[-1], "best": max(tested)} if tested else {}
-    return Record(
-        document(cell),
+    return CellRecord(
+        encode_cell(cell),
         cell.name,
         experiment.name,
         "done",
         metrics={**cut.metrics, **tuned},
         history={"test": tested, "loss": [e.loss for e in history], "seconds": [e.seconds for e in history]},
         seconds={**cut.seconds, "tune": sum(e.seconds for e in history)},
-        start=starting_networks.begun_with(bench, cell.start),
+        start=starting_networks.describe_start(bench, cell.start),
         facts={**cut.facts, **parts},
         origin=bench.setting.origin,
     )
 
 
-def _without(bench: Bench, cell: Cell, experiment: Experiment, how: str, error: SospError) -> Record:
+def _record_refusal(bench: Workspace, cell: Cell, experiment: Experiment, how: str, error: SospError) -> CellRecord:
     """The record of a cell that has no figures."""
-    return Record(document(cell), cell.name, experiment.name, how, reason=str(error), origin=bench.setting.origin)
+    return CellRecord(
+        encode_cell(cell), cell.name, experiment.name, how, reason=str(error), origin=bench.setting.origin
+    )
 
 
-def _keep(bench: Bench, record: Record, experiment: Experiment, watch: Watcher) -> None:
-    write(bench.setting.results, record, experiment.name)
+def _keep(bench: Workspace, record: CellRecord, experiment: Experiment, watch: Watcher) -> None:
+    write_cell_record(bench.setting.results, record, experiment.name)
     watch.event("cell", {"cell": record.name, "state": record.state, "reason": record.reason, **record.metrics})

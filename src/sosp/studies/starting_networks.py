@@ -10,94 +10,99 @@ from torch import nn
 
 from sosp.graph.plan import count
 from sosp.nets import by_name
-from sosp.nets.by_name import digest
-from sosp.studies import train_groups, widened_networks
-from sosp.studies.cells import Cell, Trained, document
-from sosp.studies.experiment import starts_of
-from sosp.studies.setting import Bench
-from sosp.studies.store import NETWORKS, Record, find, write
-from sosp.studies.train_groups import Group, Training
+from sosp.nets.by_name import hash_weights_file
+from sosp.studies import training_groups, widened_networks
+from sosp.studies.cell_records import NETWORKS, CellRecord, find_cell_record, write_cell_record
+from sosp.studies.cells import Cell, TrainedCell, encode_cell
+from sosp.studies.experiment import collect_starts
+from sosp.studies.training_groups import SharedTraining, TrainingGroup
+from sosp.studies.workspace import Workspace
 from sosp.surgery.checkpoint import save
 from sosp.training import Epoch, evaluate
 from sosp.training.watcher import Watcher
 
 
-def is_there(bench: Bench, start: Trained) -> bool:
+def is_available(bench: Workspace, start: TrainedCell) -> bool:
     """Its weights, and the record that says what they are worth."""
-    record = find(bench.setting.results, NETWORKS, start)
+    record = find_cell_record(bench.setting.results, NETWORKS, start)
     known = bench.given(start) or bench.network_file(start)
-    return known.is_file() and record is not None and record.facts.get("sha256") == digest(known)
+    return known.is_file() and record is not None and record.facts.get("sha256") == hash_weights_file(known)
 
 
-def must_be_trained(bench: Bench, start: Trained) -> bool:
+def is_missing(bench: Workspace, start: TrainedCell) -> bool:
     """Nobody gives it, and it is not there."""
-    return bench.given(start) is None and not is_there(bench, start)
+    return bench.given(start) is None and not is_available(bench, start)
 
 
-def to_train(bench: Bench, cells: Iterable[Cell]) -> list[Trained]:
+def list_untrained(bench: Workspace, cells: Iterable[Cell]) -> list[TrainedCell]:
     """The networks that cells need, and those that they are grown from, as far as they must be trained."""
-    found: dict[Trained, None] = {}
-    for start in starts_of(cells):
+    found: dict[TrainedCell, None] = {}
+    for start in collect_starts(cells):
         chain = [start]
         while (growth := chain[0].grown) is not None:
             chain.insert(0, growth.of)
-        found |= dict.fromkeys(s for s in chain if must_be_trained(bench, s))
+        found |= dict.fromkeys(s for s in chain if is_missing(bench, s))
     return list(found)
 
 
-def opened(bench: Bench, start: Trained) -> nn.Module:
+def open_network(bench: Workspace, start: TrainedCell) -> nn.Module:
     """The network with its weights, in eval mode on the device."""
     file = bench.given(start) or bench.network_file(start)
-    return by_name.weighted(widened_networks.fresh(bench, start), file).to(bench.device).eval()
+    return by_name.load_weights(widened_networks.initialise_network(bench, start), file).to(bench.device).eval()
 
 
-def begun_with(bench: Bench, start: Trained) -> dict[str, object]:
+def describe_start(bench: Workspace, start: TrainedCell) -> dict[str, object]:
     """What a record says about the network that its cell began with."""
-    record = find(bench.setting.results, NETWORKS, start)
+    record = find_cell_record(bench.setting.results, NETWORKS, start)
     assert record is not None
     known = {"name": start.name, "accuracy": record.metrics["accuracy"], "params": record.metrics["params"]}
     return {**known, "macs": record.metrics["macs"], "sha256": record.facts["sha256"]}
 
 
-def provide(bench: Bench, starts: Collection[Trained], most: int, watch: Watcher) -> None:
+def prepare_networks(bench: Workspace, starts: Collection[TrainedCell], most: int, watch: Watcher) -> None:
     """Everything that is not there yet: what is given is measured, the rest is trained side by side."""
-    grown = [start.grown for start in starts if start.grown is not None and not is_there(bench, start)]
+    grown = [start.grown for start in starts if start.grown is not None and not is_available(bench, start)]
     if grown:
-        provide(bench, dict.fromkeys(g.of for g in grown), most, watch)
+        prepare_networks(bench, dict.fromkeys(g.of for g in grown), most, watch)
         for growth in grown:
-            widened_networks.choose(bench, growth, opened(bench, growth.of))
-    missing = [start for start in starts if not is_there(bench, start)]
+            widened_networks.save_widening(bench, growth, open_network(bench, growth.of))
+    missing = [start for start in starts if not is_available(bench, start)]
     for start in missing:
         if (file := bench.given(start)) is not None:
             watch.event("given", {"cell": start.name, "file": str(file)})
-            _keep(bench, start, opened(bench, start), (), {"source": f"given: {file.name}"}, watch)
+            _keep(bench, start, open_network(bench, start), (), {"source": f"given: {file.name}"}, watch)
     ours = {s.name: s for s in starts if bench.given(s) is None}
-    known = {name: Training(s.data, s.schedule, slimming=s.slimming) for name, s in ours.items()}
+    known = {name: SharedTraining(s.data, s.schedule, slimming=s.slimming) for name, s in ours.items()}
     wanted = {s.name: known[s.name] for s in missing if s.name in known}
-    for group in train_groups.grouped(wanted, known, bench.setting.work / NETWORKS, bench.together(most)):
+    for group in training_groups.form_groups(wanted, known, bench.setting.work / NETWORKS, bench.together(most)):
         _train(bench, group, {name: ours[name] for name in group.names}, watch)
 
 
-def _train(bench: Bench, group: Group, starts: dict[str, Trained], watch: Watcher) -> None:
+def _train(bench: Workspace, group: TrainingGroup, starts: dict[str, TrainedCell], watch: Watcher) -> None:
     place = bench.setting.work / NETWORKS
     if epochs := group.training.schedule.epochs:
         watch.event("begin", {"cells": list(starts), "epochs": epochs})
-    fresh = {name: widened_networks.fresh(bench, start) for name, start in starts.items()}
-    done = train_groups.trained(bench, group, fresh, {n: s.seed for n, s in starts.items()}, place, watch)
-    parts = train_groups.parts(group, place, bench.setting.origin)
+    fresh = {name: widened_networks.initialise_network(bench, start) for name, start in starts.items()}
+    done = training_groups.train_group(bench, group, fresh, {n: s.seed for n, s in starts.items()}, place, watch)
+    parts = training_groups.describe_parts(group, place, bench.setting.origin)
     for name, (model, history) in done.items():
         source = "trained" if history else "untrained"
-        _keep(bench, starts[name], plain(model), history, {"source": source, **parts}, watch)
-    train_groups.forget(group, place)
+        _keep(bench, starts[name], reset_memory_format(model), history, {"source": source, **parts}, watch)
+    training_groups.delete_checkpoints(group, place)
 
 
-def plain(model: nn.Module) -> nn.Module:
+def reset_memory_format(model: nn.Module) -> nn.Module:
     """In the usual layout, whatever made training fast."""
     return model.to(memory_format=torch.contiguous_format).eval()  # type: ignore[call-overload]
 
 
 def _keep(
-    bench: Bench, start: Trained, model: nn.Module, history: tuple[Epoch, ...], facts: dict[str, Any], watch: Watcher
+    bench: Workspace,
+    start: TrainedCell,
+    model: nn.Module,
+    history: tuple[Epoch, ...],
+    facts: dict[str, Any],
+    watch: Watcher,
 ) -> None:
     """Its file, where it is ours, and its record."""
     file = bench.given(start)
@@ -108,16 +113,16 @@ def _keep(
     cost = count(model, bench.example(start.data))
     tested = [e.test.top1 for e in history if e.test is not None]
     metrics = {"accuracy": evaluate(model, bench.data(start.data).test).top1, "params": cost.params, "macs": cost.macs}
-    record = Record(
-        document(start),
+    record = CellRecord(
+        encode_cell(start),
         start.name,
         NETWORKS,
         "done",
         metrics={**metrics, **({"best": max(tested)} if tested else {})},
         history={"test": tested, "loss": [e.loss for e in history]} if history else {},
         seconds={"train": sum(e.seconds for e in history)},
-        facts={**facts, **widened_networks.facts(bench, start), "sha256": digest(file)},
+        facts={**facts, **widened_networks.describe_widening(bench, start), "sha256": hash_weights_file(file)},
         origin=bench.setting.origin,
     )
-    write(bench.setting.results, record, NETWORKS)
+    write_cell_record(bench.setting.results, record, NETWORKS)
     watch.event("network", {"cell": start.name, "state": "done", **record.metrics})

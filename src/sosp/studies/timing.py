@@ -14,9 +14,9 @@ from sosp.graph.records import Structures
 from sosp.graph.structures import downsampling, find_structures
 from sosp.scoring.score import score
 from sosp.selection.select import select
-from sosp.studies.cells import Timed, document
-from sosp.studies.setting import Bench, made
-from sosp.studies.store import Record
+from sosp.studies.cell_records import CellRecord
+from sosp.studies.cells import TimedCell, encode_cell
+from sosp.studies.workspace import Workspace, make_network
 from sosp.training import recalibrate
 
 # What a dataset's images look like, for when it is not there: channels, edge, classes.
@@ -27,10 +27,10 @@ FEW = 32  # examples that warm up where one pass takes minutes
 Batches = list[tuple[Tensor, Tensor]]
 
 
-def measured(bench: Bench, cell: Timed, experiment: str) -> Record:
+def measure_cell(bench: Workspace, cell: TimedCell, experiment: str) -> CellRecord:
     """The record of a cell: mean and deviation over its repeats, scoring and selecting apart."""
-    batches, classes, source = inputs(bench, cell)
-    network = made(cell.network, classes, cell.width, cell.seed).to(bench.device)
+    batches, classes, source = make_batches(bench, cell)
+    network = make_network(cell.network, classes, cell.width, cell.seed).to(bench.device)
     network = recalibrate(network, batches)
     example = batches[0][0][:8]
     found = find_structures(network, example, gate=cell.gate, exclude=downsampling(network))
@@ -51,8 +51,8 @@ def measured(bench: Bench, cell: Timed, experiment: str) -> Record:
     }
     if bench.device.type == "cuda":
         metrics["peak_bytes"] = torch.cuda.max_memory_allocated(bench.device)
-    return Record(
-        document(cell),
+    return CellRecord(
+        encode_cell(cell),
         cell.name,
         experiment,
         "done",
@@ -64,7 +64,7 @@ def measured(bench: Bench, cell: Timed, experiment: str) -> Record:
 
 
 def _once(
-    bench: Bench, cell: Timed, network: nn.Module, structures: Structures, batches: Batches
+    bench: Workspace, cell: TimedCell, network: nn.Module, structures: Structures, batches: Batches
 ) -> tuple[float, float]:
     """Seconds to score, and to select."""
     begun = _clock(bench.device)
@@ -82,7 +82,7 @@ def _clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def inputs(bench: Bench, cell: Timed) -> tuple[Batches, int, str]:
+def make_batches(bench: Workspace, cell: TimedCell) -> tuple[Batches, int, str]:
     """Batches on the device, the number of classes, and what they are."""
     if bench.has(cell.data):
         data = bench.data(cell.data)

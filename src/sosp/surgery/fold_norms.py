@@ -10,23 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from sosp.core.batches import call
-from sosp.graph.meta import tensors_of
-from sosp.graph.recipe import exchange
+from sosp.core.batches import call_model
+from sosp.graph.meta_copies import list_tensors
+from sosp.graph.recipe import replace_module
 
 CLOSE = 1e-3  # of the largest output, in single precision; a wrong fold is off by much more
 
 
 @torch.no_grad()
-def folded(model: nn.Module, example: Any) -> nn.Module:
+def fold_norms(model: nn.Module, example: Any) -> nn.Module:
     """A copy in eval mode; the model itself where something else than its norm reads a convolution's output."""
     twin = copy.deepcopy(model).eval()
     pairs, outputs = _pairs(twin, example)
     for layer, norm in pairs:
         both: Any = (twin.get_submodule(layer), twin.get_submodule(norm))
-        exchange(twin, layer, fuse_conv_bn_eval(*both))
-        exchange(twin, norm, nn.Identity())
-    return twin if _same(call(twin, example), outputs) else model
+        replace_module(twin, layer, fuse_conv_bn_eval(*both))
+        replace_module(twin, norm, nn.Identity())
+    return twin if _same(call_model(twin, example), outputs) else model
 
 
 def _pairs(model: nn.Module, example: Any) -> tuple[list[tuple[str, str]], Any]:
@@ -50,12 +50,12 @@ def _pairs(model: nn.Module, example: Any) -> tuple[list[tuple[str, str]], Any]:
             hooks.append(m.register_forward_hook(lambda m, args, y, name=name: after(name, y)))
         elif type(m) is nn.BatchNorm2d and m.running_var is not None:
             hooks.append(m.register_forward_pre_hook(lambda m, args, name=name: before(name, args[0])))
-    outputs = call(model, example)
+    outputs = call_model(model, example)
     for hook in hooks:
         hook.remove()
     return [(layer, norm) for layer, norm in found if called[layer] == called[norm] == 1], outputs
 
 
 def _same(mine: Any, theirs: Any) -> bool:
-    pairs = zip(tensors_of(mine), tensors_of(theirs), strict=True)
+    pairs = zip(list_tensors(mine), list_tensors(theirs), strict=True)
     return all(bool((a - b).abs().max() <= CLOSE * b.abs().max()) for a, b in pairs)

@@ -16,31 +16,31 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sosp.core.borrow import same_random_numbers
-from sosp.core.layers import is_norm, layer_type
+from sosp.core.borrowed_model import preserve_random_state
+from sosp.core.layer_types import find_layer_type, is_norm
 from sosp.graph import Flow, trace
-from sosp.graph.channels import Cut, Ids
-from sosp.graph.recipe import Recipe, apply
-from sosp.surgery.verify import check_same
+from sosp.graph.channels import Ids, ModuleCall
+from sosp.graph.recipe import Recipe, apply_recipe
+from sosp.surgery.verify import check_same_outputs
 
 MULTIPLE = 8  # of channels: 16 bytes of bfloat16
 
 Places = dict[str, dict[int, Tensor]]  # tensor -> axis -> the place each one had, -1 for one that was added
 
 
-class Room:
+class PaddedModel:
     """A network with room, and the way back."""
 
     def __init__(self, model: nn.Module, small: nn.Module, places: Places) -> None:
         self.model, self.small, self.places = model, small, places
-        self.kept = {n: {axis: _back(index) for axis, index in axes.items()} for n, axes in places.items()}
+        self.kept = {n: {axis: _invert_index(index) for axis, index in axes.items()} for n, axes in places.items()}
 
     def masks(self, model: nn.Module) -> dict[str, Tensor]:
         """Parameter -> 0 for what was added, 1 for the rest; laid out as the parameters of ``model`` are."""
         found = {}
         for name, p in model.named_parameters():
             if name in self.places:
-                found[name] = _emptied(torch.ones_like(p, requires_grad=False), self.places[name])
+                found[name] = _fill_zeros(torch.ones_like(p, requires_grad=False), self.places[name])
         return found
 
     def narrow(self, name: str, x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Room:
         axes = self.places.get(name, {})
         for axis, index in axes.items():
             x = x.index_select(axis, index.clamp_min(0).to(x.device))
-        return _emptied(x, axes)
+        return _fill_zeros(x, axes)
 
     @torch.no_grad()
     def shrunk(self, model: nn.Module) -> nn.Module:
@@ -68,14 +68,14 @@ class Room:
         return small.train(model.training)
 
 
-def _emptied(x: Tensor, axes: dict[int, Tensor]) -> Tensor:
+def _fill_zeros(x: Tensor, axes: dict[int, Tensor]) -> Tensor:
     """With zeros, in place, wherever something was added."""
     for axis, index in axes.items():
         x.index_fill_(axis, (index < 0).nonzero().flatten().to(x.device), 0)
     return x
 
 
-def _back(index: Tensor) -> Tensor:
+def _invert_index(index: Tensor) -> Tensor:
     """(n,) where each channel of the small network went."""
     at = (index >= 0).nonzero().flatten()
     return at[index[at].argsort()]
@@ -89,54 +89,54 @@ def _is_scatter(name: str) -> bool:
     return ".scatter." in f".{name}"
 
 
-def with_room(model: nn.Module, example: Any) -> Room | None:
+def pad_model(model: nn.Module, example: Any) -> PaddedModel | None:
     """None where there is nothing to gain, or where the network cannot be followed."""
     if not _is_odd(model):
         return None
     try:
-        with same_random_numbers():
-            return _made(model, example)
+        with preserve_random_state():
+            return _pad_and_check(model, example)
     except Exception:  # a training does not fail with what only makes it faster
         return None
 
 
 def _is_odd(model: nn.Module) -> bool:
     """Whether more than one layer has a width that kernels do not like; the last one has one output per class."""
-    widths = [kind.channels(m) for m in model.modules() if (kind := layer_type(m)) is not None]
+    widths = [kind.channels(m) for m in model.modules() if (kind := find_layer_type(m)) is not None]
     return sum(w % MULTIPLE > 0 for w in widths) > 1 or any("scatter" in m._modules for m in model.modules())
 
 
-def _made(model: nn.Module, example: Any) -> Room | None:
+def _pad_and_check(model: nn.Module, example: Any) -> PaddedModel | None:
     flow = trace(model, example)
     recipe, places = _recipe(model, flow)
     if not places:
         return None
     roomy = copy.deepcopy(model)
-    apply(roomy, recipe)
+    apply_recipe(roomy, recipe)
     _set_zero(roomy, places)
-    check_same(roomy, model, example, flow.modes)
-    return Room(roomy, model, places)
+    check_same_outputs(roomy, model, example, flow.modes)
+    return PaddedModel(roomy, model, places)
 
 
 @torch.no_grad()
 def _set_zero(model: nn.Module, places: Places) -> None:
     tensors = _tensors(model)
     for name, axes in places.items():
-        _emptied(tensors[name], axes)
+        _fill_zeros(tensors[name], axes)
 
 
 def _recipe(model: nn.Module, flow: Flow) -> tuple[Recipe, Places]:
     """How to make room, and where everything goes."""
-    blocks = Blocks(model, flow)
+    blocks = ChannelBlocks(model, flow)
     while True:
         try:
             places = blocks.places()
             break
-        except MisfitError as misfit:
+        except SplitBlockError as misfit:
             blocks.hold(misfit.block)
     sizes: dict[str, dict[str, int]] = {}
     for d in flow.graph.dense.values():
-        kind = layer_type(model.get_submodule(d.module)) if d.module else None
+        kind = find_layer_type(model.get_submodule(d.module)) if d.module else None
         axes = places.get(d.weight, {})
         for axis, attribute in zip((d.out_axis, d.in_axis), kind.sizes if kind else (), strict=False):
             if axis in axes:
@@ -149,14 +149,14 @@ def _recipe(model: nn.Module, flow: Flow) -> tuple[Recipe, Places]:
     return Recipe(slices, sizes=sizes, scatters=dict.fromkeys(blocks.absorbed())), places
 
 
-class MisfitError(Exception):
+class SplitBlockError(Exception):
     """A block of channels does not stand in a tensor as a whole."""
 
     def __init__(self, block: int) -> None:
         self.block = block
 
 
-class Blocks:
+class ChannelBlocks:
     """Channels that stand together, in one order, wherever they stand: the output of a layer, a stream."""
 
     def __init__(self, model: nn.Module, flow: Flow) -> None:
@@ -197,7 +197,7 @@ class Blocks:
         for c in np.unique(np.concatenate([self.classes[ids].reshape(-1) for ids in fixed])).tolist():
             self.held |= {self.owner[c]} if c in self.owner else set()
 
-    def _check_scatter(self, cuts: list[Cut]) -> None:
+    def _check_scatter(self, cuts: list[ModuleCall]) -> None:
         """One that is not the same everywhere, or not the only one behind a block, stays as it is."""
         first = cuts[0]
         block = self.block(first.given)
@@ -245,7 +245,7 @@ class Blocks:
             if not np.array_equal(index, np.arange(len(index))):
                 found.setdefault(name, {})[axis] = torch.from_numpy(index)
         if any(not np.array_equal(index, indices[0]) for index in indices):
-            raise MisfitError(self._any(calls))
+            raise SplitBlockError(self._any(calls))
 
     def _any(self, calls: Sequence[Ids]) -> int:
         """A block in these that still has room."""
@@ -267,7 +267,7 @@ class Blocks:
             whole = self.blocks[block]
             run = int((np.cumsum(classes[at:] != classes[at]) == 0).sum())
             if not np.array_equal(classes[at : at + run * len(whole)], np.repeat(whole, run)):
-                raise MisfitError(block)
+                raise SplitBlockError(block)
             order = self.arrangement(block)
             found.append(np.where(order[:, None] >= 0, at + order[:, None] * run + np.arange(run), -1).reshape(-1))
             at += run * len(whole)

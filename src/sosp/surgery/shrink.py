@@ -8,14 +8,14 @@ from typing import Any
 from torch import nn
 
 from sosp.errors import ArgumentError, StructureError, SurgeryError
-from sosp.graph.control_flow import listed
-from sosp.graph.flow import Flow, follow
-from sosp.graph.layout import Style
+from sosp.graph.control_flow import format_names
+from sosp.graph.flow import Flow, follow_channels
+from sosp.graph.layout import LayoutStyle
 from sosp.graph.mask import Mask, check_mask, masked
 from sosp.graph.plan import Plan, plan_removal
-from sosp.graph.recipe import Recipe, apply, set_rows_to_zero
-from sosp.surgery.checkpoint.recipe_shapes import shapes
-from sosp.surgery.verify import REPORT, ROWS, check_same
+from sosp.graph.recipe import Recipe, apply_recipe, set_rows_to_zero
+from sosp.surgery.checkpoint.recipe_shapes import collect_shapes
+from sosp.surgery.verify import BUG_REPORT_HINT, ROWS, check_same_outputs
 
 MOST = 64  # rows that are compared where the code looks at values
 
@@ -66,27 +66,27 @@ def _as_plan(model: nn.Module, mask: Mask | Plan, example: Any, join: str, round
     check_mask(model, mask)
     if mask.kind == "weights":
         raise StructureError("single weights cannot be cut out of a layer: use sosp.masked, or kind='filters'.")
-    style = Style(join, round_to)
-    return plan_removal(follow(model, example), mask, style)
+    style = LayoutStyle(join, round_to)
+    return plan_removal(follow_channels(model, example), mask, style)
 
 
 def _check(small: nn.Module, whole: nn.Module, example: Any, flow: Flow, layers: list[str]) -> None:
     """Compare the two networks, where the code looks at values on more of the example: rows may go different ways."""
     try:
-        check_same(small, whole, example, flow.modes, MOST if flow.real else ROWS)
+        check_same_outputs(small, whole, example, flow.modes, MOST if flow.real else ROWS)
     except SurgeryError as error:
-        if not str(error).endswith(REPORT):
+        if not str(error).endswith(BUG_REPORT_HINT):
             raise
-        raise SurgeryError(str(error).removesuffix(REPORT) + _advice(flow, layers)) from error
+        raise SurgeryError(str(error).removesuffix(BUG_REPORT_HINT) + _advice(flow, layers)) from error
 
 
 def _advice(flow: Flow, layers: list[str]) -> str:
     """What in the user's code it may come from, and how to go on."""
-    decides = listed(tuple(dict.fromkeys(f"{d.op} at {d.where}" for d in flow.graph.decisions)))
+    decides = format_names(tuple(dict.fromkeys(f"{d.op} at {d.where}" for d in flow.graph.decisions)))
     return (
         "Code that computes with the width of a layer (out_features, x.shape[1]) "
         + (f"or decides by values ({decides}) " if decides else "")
-        + f"does that. Leave out the layers whose width it is, exclude=[...] with some of {listed(tuple(layers))}, or "
+        + f"does that. Leave out the layers whose width it is, exclude=[...] with some of {format_names(tuple(layers))}, or "
         "use sosp.masked. If there is no such code, this is a defect of sosp: please report it, with the network."
     )
 
@@ -94,7 +94,7 @@ def _advice(flow: Flow, layers: list[str]) -> str:
 def apply_recipe_to_copy(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Return a copy with the recipe applied. It remembers the recipe and the shapes from before, for saving."""
     small = copy.deepcopy(model)
-    apply(small, recipe)
+    apply_recipe(small, recipe)
     small.sosp_recipes = (*getattr(model, "sosp_recipes", ()), recipe)  # type: ignore[assignment]
-    small.sosp_shapes = getattr(model, "sosp_shapes", None) or shapes(model)  # type: ignore[assignment]
+    small.sosp_shapes = getattr(model, "sosp_shapes", None) or collect_shapes(model)  # type: ignore[assignment]
     return small

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sosp.errors import ArgumentError, StructureError, SurgeryError, is_number, one_of
-from sosp.graph.channels import Dense, Ids
-from sosp.graph.dry_run import try_out
+from sosp.errors import ArgumentError, StructureError, SurgeryError, check_choice, is_number
+from sosp.graph.channels import DenseWeight, Ids
+from sosp.graph.dry_run import try_recipe
 from sosp.graph.flow import Flow, trace
-from sosp.graph.layout import Layout, whole
+from sosp.graph.layout import Layout, make_full_layout
 from sosp.graph.recipe import Recipe, write_recipe
-from sosp.graph.structures import excluded_names
+from sosp.graph.structures import find_excluded_names
 from sosp.surgery.shrink import apply_recipe_to_copy
-from sosp.surgery.verify import check_same
+from sosp.surgery.verify import check_same_outputs
 
 INITS = ("random", "copy")
 
@@ -41,22 +41,22 @@ def widen(model: nn.Module, factors: Mapping[str, float], example: Any, *, init:
         StructureError: If a name holds no layer, or a layer cannot have the width that is asked for.
         SurgeryError: If the wider network does not run.
     """
-    one_of("init", init, INITS)
+    check_choice("init", init, INITS)
     flow = trace(model, example)
     found = _factors(model, flow, factors)
-    layout = widened(flow, found, frozenset(factors) & frozenset(found))
-    _refuse_nothing(flow, layout, found, factors)
-    return widen_along(model, flow, layout, example, init)
+    layout = make_wide_layout(flow, found, frozenset(factors) & frozenset(found))
+    _check_widths(flow, layout, found, factors)
+    return widen_to_layout(model, flow, layout, example, init)
 
 
-def widen_along(model: nn.Module, flow: Flow, layout: Layout, example: Any, init: str) -> nn.Module:
+def widen_to_layout(model: nn.Module, flow: Flow, layout: Layout, example: Any, init: str) -> nn.Module:
     """``widen`` with the channel flow at hand, and how often every value occurs."""
     recipe = write_recipe(model, flow.graph, layout, {})
-    _refuse_trouble(flow, layout, recipe)
+    _check_dry_run(flow, layout, recipe)
     wide = apply_recipe_to_copy(model, recipe)
     if init == "copy":
         _share_out(wide, flow, layout.counts)
-        check_same(wide, model, example, flow.modes)
+        check_same_outputs(wide, model, example, flow.modes)
     else:
         _draw(wide, model, recipe)
     return wide
@@ -71,7 +71,7 @@ def _factors(model: nn.Module, flow: Flow, factors: Mapping[str, float]) -> dict
     for name, factor in factors.items():
         if not is_number(factor) or not 1 <= factor <= 64:
             raise ArgumentError(f"the factor for {name!r} is {factor!r}; it must be a number from 1 to 64.")
-        named = excluded_names(model, [name], parameters=False, what="factors") & layers
+        named = find_excluded_names(model, [name], parameters=False, what="factors") & layers
         if not named:
             raise StructureError(f"{name!r} holds no layer whose channels can be followed, so nothing to widen.")
         for layer in named:
@@ -79,9 +79,9 @@ def _factors(model: nn.Module, flow: Flow, factors: Mapping[str, float]) -> dict
     return found
 
 
-def widened(flow: Flow, factors: Mapping[str, float], named: frozenset[str] = frozenset()) -> Layout:
+def make_wide_layout(flow: Flow, factors: Mapping[str, float], named: frozenset[str] = frozenset()) -> Layout:
     """How often every value occurs, never where a factor is below 1; tied channels occur equally often."""
-    together = flow.graph.classes(ties(flow))
+    together = flow.graph.classes(find_ties(flow))
     held = np.zeros(flow.graph.count, dtype=bool)
     held[together[flow.pins]] = True
     counts = np.full(flow.graph.count, -1, dtype=np.int64)  # where nothing was asked for
@@ -100,12 +100,12 @@ def widened(flow: Flow, factors: Mapping[str, float], named: frozenset[str] = fr
         raise StructureError(
             f"{', '.join(map(repr, stuck))} cannot be widened: the width is fixed.\n  " + "\n  ".join(reasons)
         )
-    whole_ = whole(flow.graph.count)
+    whole_ = make_full_layout(flow.graph.count)
     counts = np.where(counts < 0, 1, counts)
     return Layout(counts[together], whole_.zero, whole_.needed, frozenset())
 
 
-def _refuse_nothing(flow: Flow, layout: Layout, found: Mapping[str, float], factors: Mapping[str, float]) -> None:
+def _check_widths(flow: Flow, layout: Layout, found: Mapping[str, float], factors: Mapping[str, float]) -> None:
     """A layer that is named and cannot have the width that was asked for is not left as it is without a word."""
     for name in (n for n in factors if n in found):
         ids = flow.graph.calls[name][0].out
@@ -117,7 +117,7 @@ def _refuse_nothing(flow: Flow, layout: Layout, found: Mapping[str, float], fact
             )
 
 
-def ties(flow: Flow) -> list[tuple[Ids, Ids]]:
+def find_ties(flow: Flow) -> list[tuple[Ids, Ids]]:
     """What leaves a module was computed in it; a depthwise convolution has as many channels out as in."""
     cuts = [c for cuts in flow.graph.calls.values() for c in cuts]
     found = [(c.into[c.index >= 0], c.out[c.index >= 0]) for c in cuts]  # what is scattered to zeros comes from nowhere
@@ -127,7 +127,7 @@ def ties(flow: Flow) -> list[tuple[Ids, Ids]]:
     return found
 
 
-def is_depthwise(d: Dense) -> bool:
+def is_depthwise(d: DenseWeight) -> bool:
     return 1 < d.groups == len(d.into[0])
 
 
@@ -151,8 +151,8 @@ def _copies(width: int, factor: float, groups: int) -> np.ndarray:
     return np.tile(one, groups)
 
 
-def _refuse_trouble(flow: Flow, layout: Layout, recipe: Recipe) -> None:
-    for mode, run in try_out(flow, layout, recipe):
+def _check_dry_run(flow: Flow, layout: Layout, recipe: Recipe) -> None:
+    for mode, run in try_recipe(flow, layout, recipe):
         for record in run.failed:
             raise SurgeryError(
                 f"the wider network does not run in {mode} mode: {record.name} at {record.where} needs the widths it "
@@ -170,7 +170,7 @@ def _share_out(wide: nn.Module, flow: Flow, counts: np.ndarray) -> None:
             weight.div_(_per_column(d, times, weight))
 
 
-def _per_column(d: Dense, times: np.ndarray, weight: Tensor) -> Tensor:
+def _per_column(d: DenseWeight, times: np.ndarray, weight: Tensor) -> Tensor:
     """How often the channel of each column occurs, shaped to divide the (already widened) weight."""
     inside = np.repeat(times, times).reshape(d.groups, -1)  # (groups, columns)
     shape = [1] * weight.dim()

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sosp.core import distributed
-from sosp.core.files import read, write
+from sosp.core.safetensors_files import read_safetensors, write_safetensors
 from sosp.errors import CheckpointError
 from sosp.training.learner import Learner
-from sosp.training.schedule import Schedule, difference
+from sosp.training.schedule import Schedule, describe_schedule_change
 
 NAME = re.compile(r"checkpoint-(\d{8,})\.safetensors")
 KEPT = 2
@@ -33,7 +33,7 @@ class CheckpointWarning(UserWarning):
 
 
 @dataclass(frozen=True)
-class Place:
+class TrainingPosition:
     """Where a training stands: so many batches of this epoch are done."""
 
     epoch: int = 0
@@ -42,7 +42,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Identity:
+class TrainingIdentity:
     """What must be the same for a training to go on from a checkpoint."""
 
     schedule: Schedule
@@ -53,7 +53,7 @@ class Identity:
     @classmethod
     def of(
         cls, learners: Mapping[str, Learner], schedule: Schedule, seeds: Mapping[str, int], examples: int
-    ) -> Identity:
+    ) -> TrainingIdentity:
         shapes = {n: a.shapes() for n, a in learners.items()}
         return cls(schedule, dict(seeds), examples, shapes)
 
@@ -63,7 +63,7 @@ class Identity:
 
     def refusal(self, other: dict[str, Any]) -> str | None:
         """How a stored training differs from this one, in words; None where it does not."""
-        if (gap := difference(self.schedule, other["schedule"])) is not None:
+        if (gap := describe_schedule_change(self.schedule, other["schedule"])) is not None:
             return f"the schedule's {gap}"
         if (names := other["shapes"].keys()) != self.shapes.keys():
             return f"it holds the networks {sorted(names)} and these are {sorted(self.shapes)}"
@@ -71,14 +71,14 @@ class Identity:
             return f"the seed was {_plain(other['seeds'])} and is {_plain(self.seeds)}"
         if other["examples"] != self.examples:
             return f"there were {other['examples']} training examples and are {self.examples}"
-        return _other_network(self.shapes, other["shapes"])
+        return _describe_shape_mismatch(self.shapes, other["shapes"])
 
 
 def _plain(seeds: Mapping[str, int]) -> Any:
     return next(iter(seeds.values())) if len(set(seeds.values())) == 1 else dict(seeds)
 
 
-def _other_network(mine: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+def _describe_shape_mismatch(mine: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     for name, shapes in mine.items():
         for key in sorted(shapes.keys() ^ other[name].keys()):
             return f"it is of another network: {key!r} is in one of the two only"
@@ -88,13 +88,13 @@ def _other_network(mine: Mapping[str, Any], other: Mapping[str, Any]) -> str | N
     return None
 
 
-def files(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, the newest first."""
     found = [p for p in folder.iterdir() if NAME.fullmatch(p.name)] if folder.is_dir() else []
     return sorted(found, key=lambda p: int(NAME.fullmatch(p.name)[1]), reverse=True)  # type: ignore[index]
 
 
-def prepare(folder: Path) -> None:
+def prepare_folder(folder: Path) -> None:
     """Make the folder, and see that it can be written to before hours are spent."""
     trial = folder / ".sosp-trial"
     try:
@@ -120,19 +120,23 @@ def _is_ours(path: Path) -> bool:
     return not start or (len(start) > 8 and OURS.startswith(start[8:]))
 
 
-def save(
-    folder: Path, learners: Mapping[str, Learner], identity: Identity, place: Place, history: dict[str, Any]
+def save_checkpoint(
+    folder: Path,
+    learners: Mapping[str, Learner],
+    identity: TrainingIdentity,
+    place: TrainingPosition,
+    history: dict[str, Any],
 ) -> Path | None:
     """Write a checkpoint, then remove all but the last two; None, with a warning, where it could not be written."""
     steps = max(int(learner.count) for learner in learners.values())
     path = folder / f"checkpoint-{steps:08d}.safetensors"
     document = {"training": identity.document(), "place": asdict(place), "history": history}
     try:
-        write(path, json.dumps(document), _tensors(learners))
+        write_safetensors(path, json.dumps(document), _tensors(learners))
     except CheckpointError as error:
         warnings.warn(f"{path} {error} Training goes on; older checkpoints stay.", CheckpointWarning, stacklevel=2)
         return None
-    for old in files(folder)[KEPT:]:
+    for old in list_checkpoints(folder)[KEPT:]:
         with suppress(OSError):
             old.unlink()
     return path
@@ -149,22 +153,22 @@ def _tensors(learners: Mapping[str, Learner]) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
+class TrainingCheckpoint:
     """What a checkpoint holds."""
 
-    place: Place
+    place: TrainingPosition
     history: Mapping[str, Any]
     names: tuple[str, ...]  # of the networks, in the order of their numbers
     tensors: Mapping[str, Tensor]
 
 
-def newest(folder: Path, identity: Identity) -> Stored | None:
+def read_newest_checkpoint(folder: Path, identity: TrainingIdentity) -> TrainingCheckpoint | None:
     """The newest checkpoint that can be read; one that cannot gets another name, so that it is not in the way."""
-    for path in files(folder):
+    for path in list_checkpoints(folder):
         try:
-            text, tensors = read(path)
+            text, tensors = read_safetensors(path)
             document = json.loads(text)
-            stored, place, history = document["training"], Place(**document["place"]), document["history"]
+            stored, place, history = document["training"], TrainingPosition(**document["place"]), document["history"]
         except (CheckpointError, ValueError, KeyError, TypeError) as error:
             aside = _set_aside(path)
             found = f"{path} {error}" if isinstance(error, CheckpointError) else f"{path} is no checkpoint of training."
@@ -172,7 +176,7 @@ def newest(folder: Path, identity: Identity) -> Stored | None:
             continue
         if (gap := identity.refusal(stored)) is not None:
             raise CheckpointError(f"{path} is of another training: {gap}. Give another folder, or remove this one.")
-        return Stored(place, history, tuple(stored["shapes"]), tensors)
+        return TrainingCheckpoint(place, history, tuple(stored["shapes"]), tensors)
     return None
 
 
@@ -183,9 +187,9 @@ def _set_aside(path: Path) -> str:
     return "An older one is looked for."
 
 
-def from_main(act: Callable[[], Any]) -> Any:
+def run_on_main(act: Callable[[], Any]) -> Any:
     """What ``act`` gives or raises on the first rank, for all of them."""
-    if distributed.ranks() == 1:
+    if distributed.count_ranks() == 1:
         return act()
     found: list[Any] = [None, None]
     if distributed.is_main():
@@ -199,14 +203,16 @@ def from_main(act: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def resume(folder: Path, learners: Mapping[str, Learner], identity: Identity) -> Stored | None:
+def resume_learners(
+    folder: Path, learners: Mapping[str, Learner], identity: TrainingIdentity
+) -> TrainingCheckpoint | None:
     """Give the learners the numbers of the newest checkpoint; None where there is none."""
 
-    def look() -> Stored | None:
-        prepare(folder)
-        return newest(folder, identity)
+    def look() -> TrainingCheckpoint | None:
+        prepare_folder(folder)
+        return read_newest_checkpoint(folder, identity)
 
-    found: Stored | None = from_main(look)
+    found: TrainingCheckpoint | None = run_on_main(look)
     if found is not None:
         for name, learner in learners.items():
             start = f"{found.names.index(name)}/"

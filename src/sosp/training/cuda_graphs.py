@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sosp.errors import SospError
-from sosp.training.feed import Batch
+from sosp.training.epoch_batches import RankBatch
 from sosp.training.learner import Learner
 from sosp.training.out_of_memory import is_out_of_memory
 from sosp.training.speed import SlowTrainingWarning
@@ -19,26 +19,26 @@ from sosp.training.speed import SlowTrainingWarning
 WARMUP = 3  # steps before a graph is captured: cuDNN chooses its kernels, the optimiser makes its buffers
 
 
-def step_all(learners: Sequence[Learner], batches: Sequence[Batch]) -> None:
+def step_learners(learners: Sequence[Learner], batches: Sequence[RankBatch]) -> None:
     """One step of every network, one after another."""
     for learner, batch in zip(learners, batches, strict=True):
         learner.step(batch)
 
 
-class Graphed:
+class CudaGraphSteps:
     """Steps of several networks, captured once for every size of a batch and then replayed."""
 
     def __init__(self, learners: Sequence[Learner]) -> None:
         self.learners = learners
-        self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, list[Batch]]] = {}
+        self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, list[RankBatch]]] = {}
         self.broken = False
 
-    def step(self, batches: Sequence[Batch]) -> None:
+    def step(self, batches: Sequence[RankBatch]) -> None:
         key = tuple(tuple(x.shape) for x in tree_leaves(list(batches)) if isinstance(x, Tensor))
         if not self.broken and key not in self.graphs:
             self._try(key, batches)
         if self.broken:
-            step_all(self.learners, batches)
+            step_learners(self.learners, batches)
             return
         graph, places = self.graphs[key]
         for place, batch in _distinct(places, batches):
@@ -47,7 +47,7 @@ class Graphed:
                     a.copy_(b, non_blocking=True)
         graph.replay()
 
-    def _try(self, key: Any, batches: Sequence[Batch]) -> None:
+    def _try(self, key: Any, batches: Sequence[RankBatch]) -> None:
         try:
             self.graphs[key] = self._capture(batches)
         except RuntimeError as error:
@@ -61,8 +61,8 @@ class Graphed:
                 stacklevel=2,
             )
 
-    def _capture(self, batches: Sequence[Batch]) -> tuple[torch.cuda.CUDAGraph, list[Batch]]:
-        places = _places(batches)
+    def _capture(self, batches: Sequence[RankBatch]) -> tuple[torch.cuda.CUDAGraph, list[RankBatch]]:
+        places = _clone_batches(batches)
         kept = [{n: x.clone() for n, x in learner.tensors().items()} for learner in self.learners]
         random = torch.cuda.get_rng_state()
         try:
@@ -76,33 +76,33 @@ class Graphed:
             torch.cuda.set_rng_state(random)
         return graph, places
 
-    def _warm_up(self, places: Sequence[Batch]) -> None:
+    def _warm_up(self, places: Sequence[RankBatch]) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARMUP):
-                step_all(self.learners, places)
+                step_learners(self.learners, places)
         torch.cuda.current_stream().wait_stream(side)
         for learner in self.learners:
             learner.optimiser.zero_grad(set_to_none=True)
 
-    def _side_by_side(self, places: Sequence[Batch]) -> None:
+    def _side_by_side(self, places: Sequence[RankBatch]) -> None:
         """Each network on a stream of its own: small ones do not fill a GPU by themselves."""
         main = torch.cuda.current_stream()
         streams = [torch.cuda.Stream() for _ in self.learners] if len(self.learners) > 1 else [main]
         for stream, learner, batch in zip(streams, self.learners, places, strict=True):
             stream.wait_stream(main)
             with torch.cuda.stream(stream):
-                step_all([learner], [batch])
+                step_learners([learner], [batch])
         for stream in streams:
             main.wait_stream(stream)
 
 
-def _places(batches: Sequence[Batch]) -> list[Batch]:
+def _clone_batches(batches: Sequence[RankBatch]) -> list[RankBatch]:
     """Memory of their own for the batches; networks that share a batch share its place."""
-    made: dict[int, Batch] = {}
+    made: dict[int, RankBatch] = {}
     return [made.setdefault(id(b), tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, b)) for b in batches]
 
 
-def _distinct(places: Sequence[Batch], batches: Sequence[Batch]) -> list[tuple[Batch, Batch]]:
+def _distinct(places: Sequence[RankBatch], batches: Sequence[RankBatch]) -> list[tuple[RankBatch, RankBatch]]:
     return list({id(p): (p, b) for p, b in zip(places, batches, strict=True)}.values())

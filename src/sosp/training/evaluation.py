@@ -11,18 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core import distributed
-from sosp.core.batches import first_rows, is_source
-from sosp.core.borrow import home, same_random_numbers, same_state
-from sosp.core.progress import track
+from sosp.core.batches import is_source, take_examples
+from sosp.core.borrowed_model import find_device, preserve_random_state, preserve_state
+from sosp.core.progress import track_progress
 from sosp.data import Resident
-from sosp.errors import DataError, whole_number
-from sosp.training.objective import align_labels, classes_of, correct, loss_sum, own_loss, refuse_labels
-from sosp.training.out_of_memory import outputs_of
+from sosp.errors import DataError, check_whole_number
+from sosp.training.objective import align_labels, count_classes, count_correct, find_own_loss, refuse_labels, sum_loss
+from sosp.training.out_of_memory import compute_outputs
 from sosp.training.schedule import Schedule
-from sosp.training.user_data import as_source, moved, read, seen_span, whole_span
+from sosp.training.user_data import (
+    find_cpu_label_range,
+    find_source_label_range,
+    move_to_device,
+    parse_batch,
+    resolve_source,
+)
 
 BATCH = 256
-SMALL = {"cpu": 100, "cuda": 1000}  # of images that rest in memory: what the caches hold, what fills a GPU
+RESIDENT_BATCHES = {"cpu": 100, "cuda": 1000}  # of images that rest in memory: what the caches hold, what fills a GPU
 
 
 @dataclass(frozen=True)
@@ -61,39 +67,39 @@ def evaluate(
     Raises:
         DataError: If the data is empty or does not fit the network.
     """
-    where = home(model) if device is None else torch.device(device)
-    twin = model if home(model) == where else copy.deepcopy(model).to(where)
-    source = as_source(data, "test")
-    size = _usual(source, where) if batch is None else batch
+    where = find_device(model) if device is None else torch.device(device)
+    twin = model if find_device(model) == where else copy.deepcopy(model).to(where)
+    source = resolve_source(data, "test")
+    size = _choose_batch(source, where) if batch is None else batch
     batches = _batches(source, size, limit)
     total = source.steps(size) if is_source(source) and limit is None else None  # as far as it is known
     # Not inference mode: what a network keeps from a forward pass could not be trained with.
-    with torch.no_grad(), same_random_numbers(), same_state(twin):
-        return _evaluate(twin.eval(), track(batches, "testing", total), where, whole_span(source))
+    with torch.no_grad(), preserve_random_state(), preserve_state(twin):
+        return _evaluate(twin.eval(), track_progress(batches, "testing", total), where, find_source_label_range(source))
 
 
-def _usual(source: Any, where: torch.device) -> int:
-    return SMALL.get(where.type, BATCH) if isinstance(source, Resident) else BATCH
+def _choose_batch(source: Any, where: torch.device) -> int:
+    return RESIDENT_BATCHES.get(where.type, BATCH) if isinstance(source, Resident) else BATCH
 
 
 def _batches(data: Any, batch: int, limit: int | None) -> Iterable[tuple[Any, Tensor]]:
     if limit is not None:
-        whole_number("limit", limit)
+        check_whole_number("limit", limit)
     if is_source(data):
-        return data.ordered(batch=batch, limit=limit, rank=distributed.rank(), ranks=distributed.ranks())
+        return data.ordered(batch=batch, limit=limit, rank=distributed.get_rank(), ranks=distributed.count_ranks())
     if not isinstance(data, Iterable) or isinstance(data, Tensor | str):
         raise DataError(
             f"the data is a {type(data).__name__}; give a source of sosp.data, a pair of tensors (inputs, labels), or "
             "batches of them."
         )
-    return _limited(data, limit) if distributed.is_main() else []  # the user's own loader is read once
+    return _limit_examples(data, limit) if distributed.is_main() else []  # the user's own loader is read once
 
 
-def _limited(data: Iterable[Any], limit: int | None) -> Iterator[tuple[Any, Tensor]]:
+def _limit_examples(data: Iterable[Any], limit: int | None) -> Iterator[tuple[Any, Tensor]]:
     left = limit
-    for x, y in map(read, data):
+    for x, y in map(parse_batch, data):
         if left is not None and len(y) > left:
-            x, y = first_rows(x, left), y[:left]
+            x, y = take_examples(x, left), y[:left]
         yield x, y
         left = None if left is None else left - len(y)
         if left == 0:
@@ -107,17 +113,17 @@ def _evaluate(
     for x, y in batches:
         if not len(y):  # of a last batch, a rank may have no rows
             continue
-        found = known or seen_span(y)
-        x, y = moved(x, device), moved(y, device)
-        outputs = outputs_of(model, x, len(y))
-        refuse_labels(found, classes_of(outputs, y))
-        own = own_loss(x, outputs)
+        found = known or find_cpu_label_range(y)
+        x, y = move_to_device(x, device), move_to_device(y, device)
+        outputs = compute_outputs(model, x, len(y))
+        refuse_labels(found, count_classes(outputs, y))
+        own = find_own_loss(x, outputs)
         y = align_labels(outputs, y, own)
-        sums[0] += correct(outputs, y)
-        sums[1] += correct(outputs, y, 5)
-        sums[2] += loss_sum(outputs, y, Schedule(), own=own)
+        sums[0] += count_correct(outputs, y)
+        sums[1] += count_correct(outputs, y, 5)
+        sums[2] += sum_loss(outputs, y, Schedule(), own=own)
         sums[3] += len(y)
-    distributed.sum_(sums)
+    distributed.sum_tensors(sums)
     first, five, loss, examples = sums.tolist()
     if not examples:
         raise DataError("there is nothing to evaluate on: the data is empty.")

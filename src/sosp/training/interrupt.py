@@ -11,7 +11,7 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stop:
+class StopRequest:
     """Whether somebody wants it to end."""
 
     def __init__(self) -> None:

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core import distributed
-from sosp.core.batches import call
+from sosp.core.batches import call_model
 from sosp.training.callback import Companion
-from sosp.training.feed import Batch
-from sosp.training.objective import align_labels, classes_of, correct, loss_sum, own_loss, refuse_labels
+from sosp.training.epoch_batches import RankBatch
+from sosp.training.objective import align_labels, count_classes, count_correct, find_own_loss, refuse_labels, sum_loss
 from sosp.training.schedule import Schedule
 from sosp.training.speed import Speed
-from sosp.training.sync_norms import over_all_ranks
+from sosp.training.sync_norms import sync_batch_norms
 
 
-class Padded(Protocol):
+class PaddedNetwork(Protocol):
     """A network with wider layers that computes the same, and the way back; who makes one is not known here."""
 
     model: nn.Module  # the wide network
@@ -48,14 +48,14 @@ class Learner:
         device: torch.device,
         teacher: nn.Module | None,
         companion: Companion | None = None,
-        room: Padded | None = None,
+        room: PaddedNetwork | None = None,
     ) -> None:
         self.schedule, self.speed, self.device, self.room = schedule, speed, device, room
         self.model = speed.placed(copy.deepcopy(model if room is None else room.model), device).train()
-        self.teacher = _still(speed.placed(copy.deepcopy(teacher), device)) if teacher is not None else None
-        self.average = _still(copy.deepcopy(self.model)) if schedule.ema else None
+        self.teacher = _freeze_model(speed.placed(copy.deepcopy(teacher), device)) if teacher is not None else None
+        self.average = _freeze_model(copy.deepcopy(self.model)) if schedule.ema else None
         # A mask of minus infinities has no average.
-        self.fixed = {n for n, x in numbers(self.model).items() if not _finite(x)} if schedule.ema else set()
+        self.fixed = {n for n, x in collect_tensors(self.model).items() if not _finite(x)} if schedule.ema else set()
         self.run = torch.compile(self.model) if speed.compile else self.model
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         masks = room.masks(self.model) if room is not None else {}
@@ -84,31 +84,31 @@ class Learner:
             else:
                 group["lr"] = rate
 
-    def refuse(self, batch: Batch) -> None:
+    def refuse(self, batch: RankBatch) -> None:
         """Labels that the network cannot have."""
         if self.classes is not None:
             refuse_labels(batch.span, self.classes)
 
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: RankBatch) -> None:
         """Learn from this rank's part of a batch. Nothing waits for the GPU."""
         self.optimiser.zero_grad(set_to_none=True)
-        with self.speed.mixed(self.device), over_all_ranks(batch.copies == 1):
-            outputs = call(self.run, batch.inputs)
-            self.classes = classes_of(outputs, batch.labels)
+        with self.speed.mixed(self.device), sync_batch_norms(batch.copies == 1):
+            outputs = call_model(self.run, batch.inputs)
+            self.classes = count_classes(outputs, batch.labels)
             self.refuse(batch)
-            own = own_loss(batch.inputs, outputs)
+            own = find_own_loss(batch.inputs, outputs)
             labels = align_labels(outputs, batch.labels, own)
-            loss = loss_sum(outputs, labels, self.schedule, self._taught(batch.inputs), own)
+            loss = sum_loss(outputs, labels, self.schedule, self._taught(batch.inputs), own)
             more = self._more(batch, outputs)
         self._total(loss / (batch.rows * batch.copies), more).backward()
-        if distributed.ranks() > 1:
+        if distributed.count_ranks() > 1:
             self._add_up()
         self._keep_room_empty()
         self.optimiser.step()
         if self.companion is not None:
             with torch.no_grad():
                 self.companion.after(self.model, self.optimiser.param_groups[0]["lr"])
-        self._note(loss.detach(), correct(outputs, labels), batch)
+        self._note(loss.detach(), count_correct(outputs, labels), batch)
 
     def _keep_room_empty(self) -> None:
         """What was added to the network is not trained."""
@@ -116,7 +116,7 @@ class Learner:
         if given:
             torch._foreach_mul_([g for g, _ in given], [mask for _, mask in given])
 
-    def _more(self, batch: Batch, outputs: Any) -> Tensor | None:
+    def _more(self, batch: RankBatch, outputs: Any) -> Tensor | None:
         if self.companion is None:
             return None
         return self.companion.loss(self.model, batch.inputs, outputs, batch.labels)
@@ -125,12 +125,12 @@ class Learner:
         """What this rank minimises."""
         if self.companion is None or more is None:
             return loss
-        more = more / distributed.ranks()
+        more = more / distributed.count_ranks()
         return more if self.companion.replaces else loss + more
 
     @torch.no_grad()
     def _taught(self, x: Any) -> Any:
-        return call(self.teacher, x) if self.teacher is not None and self.schedule.distill else None
+        return call_model(self.teacher, x) if self.teacher is not None and self.schedule.distill else None
 
     @torch.no_grad()
     def _add_up(self) -> None:
@@ -139,16 +139,16 @@ class Learner:
         for p in self.named.values():
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        distributed.sum_(given, *[p.grad for p in self.named.values() if p.grad is not None])
+        distributed.sum_tensors(given, *[p.grad for p in self.named.values() if p.grad is not None])
         for p, used in zip(self.named.values(), given.tolist(), strict=True):
             if not used:
                 p.grad = None
 
     @torch.no_grad()
-    def _note(self, loss: Tensor, right: Tensor, batch: Batch) -> None:
+    def _note(self, loss: Tensor, right: Tensor, batch: RankBatch) -> None:
         found = torch.stack([loss.double(), right.double(), torch.full_like(right, len(batch.labels)).double()])
         found /= batch.copies
-        distributed.sum_(found)
+        distributed.sum_tensors(found)
         self.sums += found
         self.bad.copy_(torch.where((self.bad < 0) & ~torch.isfinite(found[0]), self.count, self.bad))
         self.count += 1
@@ -156,7 +156,7 @@ class Learner:
             self._average(self.schedule.ema)
 
     def _average(self, decay: float) -> None:
-        mine, theirs = numbers(self.model), numbers(self.average)
+        mine, theirs = collect_tensors(self.model), collect_tensors(self.average)
         both = [n for n in theirs if n in mine]
         real = [n for n in both if mine[n].is_floating_point() and n not in self.fixed]
         torch._foreach_lerp_([theirs[n] for n in real], [mine[n] for n in real], 1 - decay)
@@ -193,22 +193,24 @@ class Learner:
 
     def shapes(self) -> dict[str, list[int]]:
         """Of the network's tensors, as it was given."""
-        return {n: list(x.shape) for n, x in numbers(self.model if self.room is None else self.room.small).items()}
+        return {
+            n: list(x.shape) for n, x in collect_tensors(self.model if self.room is None else self.room.small).items()
+        }
 
     def stored(self) -> dict[str, Tensor]:
         """Copies of all numbers for a checkpoint, on the CPU: those of the network as it was given."""
         found = {n: x.detach().to("cpu", copy=True) for n, x in self.tensors().items()}
-        return found if self.room is None else {n: self.room.narrow(_bare(n), x) for n, x in found.items()}
+        return found if self.room is None else {n: self.room.narrow(_strip_kind(n), x) for n, x in found.items()}
 
     def take(self, stored: dict[str, Tensor]) -> None:
         """Go on from a checkpoint."""
         room = self.room
-        self.restore(stored if room is None else {n: room.widen(_bare(n), x) for n, x in stored.items()})
+        self.restore(stored if room is None else {n: room.widen(_strip_kind(n), x) for n, x in stored.items()})
 
     def tensors(self) -> dict[str, Tensor]:
         """All numbers, by name; the tensors themselves."""
-        found = {f"model/{n}": x for n, x in numbers(self.model).items()}
-        found |= {f"average/{n}": x for n, x in numbers(self.average).items()}
+        found = {f"model/{n}": x for n, x in collect_tensors(self.model).items()}
+        found |= {f"average/{n}": x for n, x in collect_tensors(self.average).items()}
         if self.companion is not None:
             found |= {n: p.detach() for n, p in self.along.items()}
             found |= {f"companion/{n}": x for n, x in self.companion.tensors().items()}
@@ -233,14 +235,14 @@ class Learner:
                 x.copy_(kept[name])
 
 
-def numbers(model: nn.Module | None) -> dict[str, Tensor]:
+def collect_tensors(model: nn.Module | None) -> dict[str, Tensor]:
     """Parameters and buffers, also those a state dict leaves out; what is tied together comes once."""
     if model is None:
         return {}
     return {n: x.detach() for n, x in [*model.named_parameters(), *model.named_buffers()]}
 
 
-def _bare(name: str) -> str:
+def _strip_kind(name: str) -> str:
     """The name of a network's tensor, without what it is kept for."""
     kind, _, bare = name.partition("/")
     return bare if kind in ("model", "average", "momentum") else ""
@@ -250,5 +252,5 @@ def _finite(x: Tensor) -> bool:
     return bool(x.isfinite().all())
 
 
-def _still(model: nn.Module) -> nn.Module:
+def _freeze_model(model: nn.Module) -> nn.Module:
     return model.eval().requires_grad_(False)

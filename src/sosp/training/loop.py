@@ -14,31 +14,31 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from sosp.core import distributed
-from sosp.core.batches import first_rows
-from sosp.data.source import generator
+from sosp.core.batches import take_examples
+from sosp.data.batch_source import make_generator
 from sosp.errors import ArgumentError, DataError, TrainingError
 from sosp.training import checkpoints
-from sosp.training.cuda_graphs import Graphed, step_all
+from sosp.training.cuda_graphs import CudaGraphSteps, step_learners
+from sosp.training.epoch_batches import RankBatch, TrainingBatches, zip_batches
 from sosp.training.evaluation import Accuracy, evaluate
-from sosp.training.feed import Batch, Feed, shared
-from sosp.training.interrupt import Stop
+from sosp.training.interrupt import StopRequest
 from sosp.training.learner import Learner
-from sosp.training.out_of_memory import explained
-from sosp.training.randomness import draw_from
+from sosp.training.out_of_memory import explain_out_of_memory
+from sosp.training.randomness import set_seed
 from sosp.training.results import Epoch, Moment, Trained
 from sosp.training.schedule import Schedule
-from sosp.training.sync_norms import not_lonely
-from sosp.training.user_data import both
+from sosp.training.sync_norms import explain_small_batch
+from sosp.training.user_data import split_train_test
 
-GLANCE = 0.25  # seconds between two looks at the sums, which a GPU has to be waited for
-LARGE, APART = 2**26, 30.0  # bytes from which checkpoints after short epochs are so many seconds apart
+PROGRESS_INTERVAL = 0.25  # seconds between two looks at the sums, which a GPU has to be waited for
+LARGE, SAVE_INTERVAL = 2**26, 30.0  # bytes from which checkpoints after short epochs are so many seconds apart
 
 OnEpoch = Callable[[str, Epoch], None]
 OnStep = Callable[[int, int, Moment], None]
 
 
 @dataclass(frozen=True)
-class Told:
+class TrainingCallbacks:
     """Whom to tell."""
 
     on_epoch: OnEpoch | None
@@ -46,7 +46,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Saving:
+class CheckpointOptions:
     """Where checkpoints go, and after how many seconds at the latest."""
 
     folder: Path | None
@@ -58,7 +58,7 @@ class Saving:
             raise ArgumentError(f"save_every={self.every!r} must be a number of seconds, 0 at least.")
 
 
-class Job:
+class TrainingJob:
     """A training, from where its checkpoints left it to its end."""
 
     def __init__(
@@ -67,24 +67,24 @@ class Job:
         data: Any,
         schedule: Schedule,
         seeds: dict[str, int],
-        saving: Saving,
-        told: Told,
+        saving: CheckpointOptions,
+        told: TrainingCallbacks,
     ) -> None:
         self.learners, self.schedule, self.seeds, self.saving, self.told = learners, schedule, seeds, saving, told
         first = next(iter(learners.values()))
         self.device, self.speed = first.device, first.speed
-        self.source, self.test = (x.to(self.device) if hasattr(x, "to") else x for x in both(data))
+        self.source, self.test = (x.to(self.device) if hasattr(x, "to") else x for x in split_train_test(data))
         made = {
-            s: Feed(self.source, schedule.batch, s, self.device, bool(self.speed.channels_last))
+            s: TrainingBatches(self.source, schedule.batch, s, self.device, bool(self.speed.channels_last))
             for s in set(seeds.values())
         }
         self.feeds = [made[seeds[n]] for n in learners]
         self.steps = self.feeds[0].steps
-        self.identity = checkpoints.Identity.of(learners, schedule, seeds, self.feeds[0].examples)
-        self.graphed = Graphed(list(learners.values())) if self.speed.graph else None
+        self.identity = checkpoints.TrainingIdentity.of(learners, schedule, seeds, self.feeds[0].examples)
+        self.graphed = CudaGraphSteps(list(learners.values())) if self.speed.graph else None
         self.history: dict[str, list[Epoch]] = {n: [] for n in learners}
-        self.place = checkpoints.Place()
-        self.stop = Stop()
+        self.place = checkpoints.TrainingPosition()
+        self.stop = StopRequest()
         self.looked = self.saved = self.spoke = 0.0  # when
 
     def run(self) -> dict[str, Trained]:
@@ -103,17 +103,19 @@ class Job:
 
     def _resume(self) -> None:
         folder = self.saving.folder
-        found = checkpoints.resume(folder, self.learners, self.identity) if folder is not None else None
+        found = checkpoints.resume_learners(folder, self.learners, self.identity) if folder is not None else None
         if found is not None:
             self.place = found.place
             self.history = {n: [Epoch.read(e) for e in found.history[n]] for n in self.learners}
-        if distributed.ranks() > 1:
+        if distributed.count_ranks() > 1:
             for learner in self.learners.values():
-                distributed.same_everywhere(list(learner.tensors().values()))
+                distributed.broadcast_tensors(list(learner.tensors().values()))
             # Each rank drops out for itself.
             step = int(next(iter(self.learners.values())).count)
-            start = generator(next(iter(self.seeds.values())), step * distributed.ranks() + distributed.rank())
-            draw_from(start.initial_seed(), self.device)
+            start = make_generator(
+                next(iter(self.seeds.values())), step * distributed.count_ranks() + distributed.get_rank()
+            )
+            set_seed(start.initial_seed(), self.device)
 
     # --- an epoch -------------------------------------------------------------------------------------------
 
@@ -122,7 +124,7 @@ class Job:
         begun -= self.place.seconds  # those before a checkpoint count as well
         for k, batches in enumerate(self._batches(number), self.place.batch):
             self._step(batches, self.schedule.rate_at(number, k / self.steps))
-            self.place = checkpoints.Place(number, k + 1, time.monotonic() - begun)
+            self.place = checkpoints.TrainingPosition(number, k + 1, time.monotonic() - begun)
             self._look()
             self._stop_if_wanted()
             if time.monotonic() - self.saved >= self.saving.every and k + 1 < self.steps:
@@ -132,9 +134,9 @@ class Job:
         self.place = replace(self.place, seconds=time.monotonic() - begun)
         self._close(number)
 
-    def _batches(self, number: int) -> Iterator[list[Batch]]:
+    def _batches(self, number: int) -> Iterator[list[RankBatch]]:
         try:
-            yield from shared(self.feeds, number, self.place.batch)
+            yield from zip_batches(self.feeds, number, self.place.batch)
         except RuntimeError:
             if not self.stop.wanted:  # the workers of a loader hear Ctrl-C as well, and end at once
                 raise
@@ -142,15 +144,15 @@ class Job:
     def _rate(self, step: int) -> float:
         return self.schedule.rate_at(step // self.steps, step % self.steps / self.steps)
 
-    def _step(self, batches: list[Batch], rate: float) -> None:
+    def _step(self, batches: list[RankBatch], rate: float) -> None:
         for learner, batch in zip(self.learners.values(), batches, strict=True):
             learner.refuse(batch)
             learner.set_rate(rate)
-        with explained(batches[0].rows, self._attempt), not_lonely():
+        with explain_out_of_memory(batches[0].rows, self._attempt), explain_small_batch():
             if self.graphed is not None:
                 self.graphed.step(batches)
             else:
-                step_all(list(self.learners.values()), batches)
+                step_learners(list(self.learners.values()), batches)
 
     def _attempt(self, size: int) -> None:
         """Would a step of so many examples go through? It does not matter what it does to the networks."""
@@ -158,10 +160,12 @@ class Job:
         for learner, feed in zip(self.learners.values(), self.feeds, strict=True):
             learner.optimiser.zero_grad(set_to_none=True)
             batch = next(feed.epoch(0, 0))
-            learner.step(batch._replace(inputs=first_rows(batch.inputs, size), labels=batch.labels[:size], rows=size))
+            learner.step(
+                batch._replace(inputs=take_examples(batch.inputs, size), labels=batch.labels[:size], rows=size)
+            )
 
     def _stop_if_wanted(self) -> None:
-        if distributed.any_of(self.stop.wanted, self.device):
+        if distributed.is_any_true(self.stop.wanted, self.device):
             self._save()
             self.stop.go()
 
@@ -170,12 +174,12 @@ class Job:
     def _look(self) -> None:
         """Tell how it goes, and see that the loss is still a number."""
         now, cpu = time.monotonic(), self.device.type == "cpu"
-        if not cpu and now - self.looked < GLANCE:
+        if not cpu and now - self.looked < PROGRESS_INTERVAL:
             return
         self.looked = now
-        if cpu or distributed.ranks() == 1:  # on GPUs the ranks look at different times
+        if cpu or distributed.count_ranks() == 1:  # on GPUs the ranks look at different times
             self._refuse_nonsense()
-        if self.told.on_step is None or now - self.spoke < GLANCE:
+        if self.told.on_step is None or now - self.spoke < PROGRESS_INTERVAL:
             return
         self.spoke = now
         loss, right, examples = next(iter(self.learners.values())).epoch_sums()
@@ -186,14 +190,18 @@ class Job:
     def _refuse_nonsense(self, weights: bool = False) -> None:
         for name, learner in self.learners.items():
             if (bad := int(learner.bad)) >= 0:
-                raise TrainingError(self._complaint(f"the loss{_of(name)} is no finite number", name, bad))
+                raise TrainingError(
+                    self._complaint(f"the loss{_describe_network(name)} is no finite number", name, bad)
+                )
             if weights and not learner.is_finite():
                 raise TrainingError(
-                    self._complaint(f"the weights{_of(name)} are no finite numbers", name, int(learner.count) - 1)
+                    self._complaint(
+                        f"the weights{_describe_network(name)} are no finite numbers", name, int(learner.count) - 1
+                    )
                 )
 
     def _complaint(self, what: str, name: str, step: int) -> str:
-        known = checkpoints.files(self.saving.folder) if self.saving.folder is not None else []
+        known = checkpoints.list_checkpoints(self.saving.folder) if self.saving.folder is not None else []
         last = f"The last good checkpoint is {known[0]}." if known else "There is no checkpoint of this training yet."
         where = f"step {step + 1} (epoch {step // self.steps + 1})"
         return f"{what} at {where}, with rate {self._rate(step):g}. {last} {self._advice(name, step)}"
@@ -221,13 +229,13 @@ class Job:
                 )
             seconds, test = self.place.seconds, self._test(learner)
             if number + 1 == self.schedule.epochs and test is not None and not math.isfinite(test.loss):
-                what = f"the loss{_of(name)} on the test data is no finite number"
+                what = f"the loss{_describe_network(name)} on the test data is no finite number"
                 raise TrainingError(self._complaint(what, name, int(learner.count) - 1))
             epoch = Epoch(number + 1, loss / examples, right / examples, test, rate, seconds, examples / seconds)
             self.history[name].append(epoch)
             if self.told.on_epoch is not None:
                 self.told.on_epoch(name, epoch)
-        self.place = checkpoints.Place(number + 1)
+        self.place = checkpoints.TrainingPosition(number + 1)
         self._stop_if_wanted()
         if number + 1 == self.schedule.epochs or self._is_time_to_save():
             self._save()
@@ -235,7 +243,7 @@ class Job:
     def _is_time_to_save(self) -> bool:
         """A large network with epochs of seconds would otherwise write more than it learns."""
         size = sum(x.nbytes for learner in self.learners.values() for x in learner.tensors().values())
-        return size < LARGE or time.monotonic() - self.saved >= min(APART, self.saving.every)
+        return size < LARGE or time.monotonic() - self.saved >= min(SAVE_INTERVAL, self.saving.every)
 
     def _test(self, learner: Learner) -> Accuracy | None:
         if self.test is None:
@@ -251,10 +259,10 @@ class Job:
             return
         if all(int(a.bad) < 0 and a.is_finite() for a in self.learners.values()):
             history = {n: [asdict(e) for e in epochs] for n, epochs in self.history.items()}
-            checkpoints.save(self.saving.folder, self.learners, self.identity, self.place, history)
+            checkpoints.save_checkpoint(self.saving.folder, self.learners, self.identity, self.place, history)
 
 
-def _of(name: str) -> str:
+def _describe_network(name: str) -> str:
     """Which network, where there are several."""
     return f" of {name!r}" if name else ""
 

@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sosp.core.losses import IGNORED, classes_second, logits_of, returned_loss
+from sosp.core.losses import IGNORE_INDEX, find_logits, move_class_axis, read_returned_loss
 from sosp.errors import ArgumentError, DataError
 from sosp.training.schedule import Schedule
-from sosp.training.speed import wide
+from sosp.training.speed import upcast_half
 
 AUXILIARY = 0.3  # weight of the heads that only training has (GoogLeNet, Szegedy et al. 2015; Inception)
 
 
-def own_loss(inputs: Any, outputs: Any) -> Tensor | None:
+def find_own_loss(inputs: Any, outputs: Any) -> Tensor | None:
     """Return the mean loss of a model that was given the labels in a dict batch, as Hugging Face's models return it."""
-    return returned_loss(outputs) if isinstance(inputs, Mapping) and "labels" in inputs else None
+    return read_returned_loss(outputs) if isinstance(inputs, Mapping) and "labels" in inputs else None
 
 
 def align_labels(outputs: Any, targets: Tensor, own: Tensor | None) -> Tensor:
@@ -27,33 +27,33 @@ def align_labels(outputs: Any, targets: Tensor, own: Tensor | None) -> Tensor:
 
     The model's own loss tells which it is. It is nearer to the cross-entropy with the labels that it means.
     """
-    if own is None or targets.dim() != 2 or logits_of(outputs).dim() != 3:
+    if own is None or targets.dim() != 2 or find_logits(outputs).dim() != 3:
         return targets
-    following = torch.cat([targets[:, 1:], torch.full_like(targets[:, :1], IGNORED)], 1)
-    logits = classes_second(wide(logits_of(outputs).detach()), targets)
-    here, there = (F.cross_entropy(logits, y, ignore_index=IGNORED) for y in (targets, following))
+    following = torch.cat([targets[:, 1:], torch.full_like(targets[:, :1], IGNORE_INDEX)], 1)
+    logits = move_class_axis(upcast_half(find_logits(outputs).detach()), targets)
+    here, there = (F.cross_entropy(logits, y, ignore_index=IGNORE_INDEX) for y in (targets, following))
     return torch.where((there - own).abs() < (here - own).abs(), following, targets)
 
 
-def loss_sum(
+def sum_loss(
     outputs: Any, targets: Tensor, schedule: Schedule, taught: Any = None, own: Tensor | None = None
 ) -> Tensor:
     """The sum over the examples; the mean over the positions of one, where it has several.
 
     ``own``: the model's own mean loss, in place of the cross-entropy with the labels.
     """
-    logits = logits_of(outputs)
-    loss = _labels(logits, targets, schedule) if own is None else own * len(targets)
+    logits = find_logits(outputs)
+    loss = _label_loss(logits, targets, schedule) if own is None else own * len(targets)
     for head in _auxiliary(outputs, logits):
-        loss = loss + AUXILIARY * _labels(head, targets, schedule)
+        loss = loss + AUXILIARY * _label_loss(head, targets, schedule)
     if taught is None:
         return loss
-    teacher = _teacher(logits, logits_of(taught), targets, schedule.temperature)
+    teacher = _distillation_loss(logits, find_logits(taught), targets, schedule.temperature)
     return (1 - schedule.distill) * loss + schedule.distill * teacher
 
 
-def _labels(logits: Tensor, targets: Tensor, schedule: Schedule) -> Tensor:
-    logits = classes_second(wide(logits), targets)
+def _label_loss(logits: Tensor, targets: Tensor, schedule: Schedule) -> Tensor:
+    logits = move_class_axis(upcast_half(logits), targets)
     reduction = "sum" if targets.dim() == 1 else "none"
     values = F.cross_entropy(logits, targets, reduction=reduction, label_smoothing=schedule.smoothing)
     return values if targets.dim() == 1 else _over_positions(values, targets)
@@ -63,19 +63,19 @@ def _over_positions(values: Tensor, targets: Tensor) -> Tensor:
     """The sum over examples of the mean over the positions that count; from (N, ...)."""
     if targets.dim() == 1:
         return values.sum()
-    counts = targets != IGNORED
+    counts = targets != IGNORE_INDEX
     return ((values * counts).flatten(1).sum(1) / counts.flatten(1).sum(1).clamp_min(1)).sum()
 
 
-def _teacher(logits: Tensor, taught: Tensor, targets: Tensor, temperature: float) -> Tensor:
+def _distillation_loss(logits: Tensor, taught: Tensor, targets: Tensor, temperature: float) -> Tensor:
     """``T^2 KL(teacher || student)`` of the outputs divided by T (Hinton et al. 2015)."""
     if logits.shape != taught.shape:
         raise ArgumentError(
             f"the teacher gives outputs of shape {tuple(taught.shape)} and the network {tuple(logits.shape)}; "
             "a teacher must know the same classes."
         )
-    mine = F.log_softmax(classes_second(wide(logits), targets) / temperature, 1)
-    theirs = F.log_softmax(classes_second(wide(taught.detach()), targets) / temperature, 1)
+    mine = F.log_softmax(move_class_axis(upcast_half(logits), targets) / temperature, 1)
+    theirs = F.log_softmax(move_class_axis(upcast_half(taught.detach()), targets) / temperature, 1)
     return temperature**2 * _over_positions(F.kl_div(mine, theirs, reduction="none", log_target=True).sum(1), targets)
 
 
@@ -90,16 +90,16 @@ def _auxiliary(outputs: Any, logits: Tensor) -> list[Tensor]:
     return [x for x in others if isinstance(x, Tensor) and x.shape == logits.shape]
 
 
-def correct(outputs: Any, targets: Tensor, best: int = 1) -> Tensor:
+def count_correct(outputs: Any, targets: Tensor, best: int = 1) -> Tensor:
     """How many examples have their class among the ``best`` outputs; a share of one that has several positions."""
-    logits = classes_second(logits_of(outputs).detach(), targets)
+    logits = move_class_axis(find_logits(outputs).detach(), targets)
     found = logits.topk(min(best, logits.shape[1]), 1).indices == targets.unsqueeze(1)
     return _over_positions(found.any(1).double(), targets)
 
 
-def classes_of(outputs: Any, targets: Tensor) -> int:
+def count_classes(outputs: Any, targets: Tensor) -> int:
     """How many classes the network tells apart."""
-    return classes_second(logits_of(outputs), targets).shape[1]
+    return move_class_axis(find_logits(outputs), targets).shape[1]
 
 
 def refuse_labels(span: tuple[int, int], classes: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sosp.core import distributed
-from sosp.core.batches import call, first_rows
+from sosp.core.batches import call_model, take_examples
 from sosp.errors import OutOfMemoryError
 
 SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "status_alloc_failed")
@@ -23,7 +23,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def explained(batch: int, attempt: Callable[[int], Any]) -> Iterator[None]:
+def explain_out_of_memory(batch: int, attempt: Callable[[int], Any]) -> Iterator[None]:
     """Turn running out of memory into a sentence with the largest power of two less that fits, found by trying."""
     try:
         yield
@@ -34,15 +34,15 @@ def explained(batch: int, attempt: Callable[[int], Any]) -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)  # they hold what the batch has filled the memory with
     else:
         return
-    if distributed.ranks() > 1:  # the others did not fail, and would have to try along
+    if distributed.count_ranks() > 1:  # the others did not fail, and would have to try along
         advice = "try a smaller one"
     else:
-        fits = largest(batch, attempt)
+        fits = find_largest_batch(batch, attempt)
         advice = f"batch={fits} fits" if fits else "nor does one example: use a smaller input or another device"
     raise OutOfMemoryError(f"a batch of {batch} examples does not fit into memory; {advice}. ({reason})")
 
 
-def largest(batch: int, attempt: Callable[[int], Any]) -> int:
+def find_largest_batch(batch: int, attempt: Callable[[int], Any]) -> int:
     """The largest of batch / 2, batch / 4, ... that does not fail; 0 where none does."""
     size = batch // 2
     while size:
@@ -58,7 +58,7 @@ def largest(batch: int, attempt: Callable[[int], Any]) -> int:
     return 0
 
 
-def outputs_of(model: nn.Module, x: Any, rows: int) -> Any:
+def compute_outputs(model: nn.Module, x: Any, rows: int) -> Any:
     """What the network says to ``rows`` examples."""
-    with explained(rows, lambda size: call(model, first_rows(x, size))):
-        return call(model, x)
+    with explain_out_of_memory(rows, lambda size: call_model(model, take_examples(x, size))):
+        return call_model(model, x)

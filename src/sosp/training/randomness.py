@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from sosp.core.borrow import same_random_numbers
+from sosp.core.borrowed_model import preserve_random_state
 
 # NumPy's old functions are what datasets draw from, so theirs is the state that counts.
 _numpy_state, _set_numpy_state = np.random.get_state, np.random.set_state
 
 
 @dataclass(frozen=True)
-class Dice:
+class LoaderRandomness:
     """torch's, Python's and NumPy's random numbers, and the generators that a loader was given."""
 
     own: tuple[torch.Generator, ...]
 
     @classmethod
-    def of(cls, loader: Any) -> Dice:
+    def of(cls, loader: Any) -> LoaderRandomness:
         batches = getattr(loader, "batch_sampler", None)
         parts = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
         found = [getattr(part, "generator", None) for part in parts]
@@ -48,9 +48,9 @@ class Dice:
         return [start.get_state(), *numbers, *[start.get_state() for _ in self.own]]
 
 
-def apart(items: Iterable[Any], start: torch.Generator) -> Iterator[Any]:
+def iterate_with_generator(items: Iterable[Any], start: torch.Generator) -> Iterator[Any]:
     """Iterate with random numbers that begin at ``start``; everybody else's stay as they are."""
-    dice = Dice.of(items)
+    dice = LoaderRandomness.of(items)
     theirs, iterator = dice.seeded(start), None
     while True:
         mine = dice.read()
@@ -67,17 +67,17 @@ def apart(items: Iterable[Any], start: torch.Generator) -> Iterator[Any]:
 
 
 @contextmanager
-def chance(seed: int, device: torch.device) -> Iterator[None]:
+def use_seed(seed: int, device: torch.device) -> Iterator[None]:
     """Random numbers for dropout; everybody else's are given back."""
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.init()  # before that nobody can tell what to give back
-    with same_random_numbers(), torch.cuda.device(device) if cuda else nullcontext():
-        draw_from(seed, device)
+    with preserve_random_state(), torch.cuda.device(device) if cuda else nullcontext():
+        set_seed(seed, device)
         yield
 
 
-def draw_from(seed: int, device: torch.device) -> None:
+def set_seed(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)

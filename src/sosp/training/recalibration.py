@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from sosp.core import distributed
 from sosp.core.batches import is_pair, is_source
-from sosp.core.borrow import home, same_random_numbers
-from sosp.data.source import generator
-from sosp.errors import DataError, whole_number
-from sosp.training.feed import Batch, dealt, in_order
-from sosp.training.out_of_memory import outputs_of
-from sosp.training.randomness import apart
-from sosp.training.sync_norms import not_lonely, over_all_ranks
-from sosp.training.user_data import Pair, as_source, count, halves, moved
+from sosp.core.borrowed_model import find_device, preserve_random_state
+from sosp.data.batch_source import make_generator
+from sosp.errors import DataError, check_whole_number
+from sosp.training.epoch_batches import RankBatch, iterate_in_order, select_rank_rows
+from sosp.training.out_of_memory import compute_outputs
+from sosp.training.randomness import iterate_with_generator
+from sosp.training.sync_norms import explain_small_batch, sync_batch_norms
+from sosp.training.user_data import PairSource, count_examples, move_to_device, resolve_source, split_batch
 
 Norm = nn.modules.batchnorm._BatchNorm
 
@@ -48,11 +48,11 @@ def recalibrate(
         return small
     modes = {m: m.training for m in small.modules()}
     factors = {m: m.momentum for m in norms}
-    with torch.no_grad(), same_random_numbers():
+    with torch.no_grad(), preserve_random_state():
         small.eval()
         for m in norms:
             m.reset_running_stats()  # what is no number any more would stay so in an average
-        source = Pair(*_unlabelled(data[0])) if is_pair(data) else as_source(data, "train")
+        source = PairSource(*_add_dummy_labels(data[0])) if is_pair(data) else resolve_source(data, "train")
         _run(small, norms, _batches(source, examples, batch, seed))
     for m in norms:
         m.momentum = factors[m]
@@ -61,35 +61,37 @@ def recalibrate(
     return small
 
 
-def _run(model: nn.Module, norms: list[Any], batches: Iterator[Batch]) -> None:
-    device, seen = home(model), 0
+def _run(model: nn.Module, norms: list[Any], batches: Iterator[RankBatch]) -> None:
+    device, seen = find_device(model), 0
     for found in batches:
         seen += found.rows
         for m in norms:
             m.training, m.momentum = True, found.rows / seen
-        with over_all_ranks(found.copies == 1), not_lonely():
-            outputs_of(model, moved(found.inputs, device), found.rows)
+        with sync_batch_norms(found.copies == 1), explain_small_batch():
+            compute_outputs(model, move_to_device(found.inputs, device), found.rows)
     if not seen:
         raise DataError("there is nothing to take statistics from: the data is empty.")
 
 
-def _batches(data: Any, examples: int | None, batch: int, seed: int) -> Iterator[Batch]:
+def _batches(data: Any, examples: int | None, batch: int, seed: int) -> Iterator[RankBatch]:
     if not is_source(data):
-        for inputs, _ in map(halves, apart(data, generator(seed, 0))):
-            yield dealt(*_unlabelled(inputs))
+        for inputs, _ in map(split_batch, iterate_with_generator(data, make_generator(seed, 0))):
+            yield select_rank_rows(*_add_dummy_labels(inputs))
         return
-    wanted = len(data) if examples is None else min(whole_number("examples", examples), len(data))
-    yield from in_order(data.subset(wanted, seed), _even(wanted, whole_number("batch", batch)))
+    wanted = len(data) if examples is None else min(check_whole_number("examples", examples), len(data))
+    yield from iterate_in_order(
+        data.subset(wanted, seed), _choose_batch_size(wanted, check_whole_number("batch", batch))
+    )
 
 
-def _unlabelled(inputs: Any) -> tuple[Any, Tensor]:
+def _add_dummy_labels(inputs: Any) -> tuple[Any, Tensor]:
     """Labels of any kind are given, and none is used."""
-    return inputs, torch.zeros(count(inputs), dtype=torch.int64)
+    return inputs, torch.zeros(count_examples(inputs), dtype=torch.int64)
 
 
-def _even(total: int, batch: int) -> int:
+def _choose_batch_size(total: int, batch: int) -> int:
     """Batches of one size where that is possible: small ones have noisy variances, and one example has none."""
     size = -(-total // -(-total // batch))
     while total % size == 1 and size < total:
         size += 1
-    return max(size, distributed.ranks())
+    return max(size, distributed.count_ranks())

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from sosp.errors import ArgumentError, one_of, whole_number
+from sosp.errors import ArgumentError, check_choice, check_whole_number
 
 SHAPES = ("steps", "cosine", "constant")
 
@@ -24,7 +24,7 @@ LIMITS = (
 )
 
 
-def _between(name: str, value: Any, low: float, high: float) -> None:
+def _check_range(name: str, value: Any, low: float, high: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not low <= value <= high or value == math.inf:
         span = f"{low} at least" if high == math.inf else f"from {low} to {high}"
@@ -51,16 +51,16 @@ class Schedule:
     temperature: float = 4.0  # at which they are compared
 
     def __post_init__(self) -> None:
-        whole_number("epochs", self.epochs, least=0)
-        whole_number("batch", self.batch)
-        one_of("shape", self.shape, SHAPES)
+        check_whole_number("epochs", self.epochs, least=0)
+        check_whole_number("batch", self.batch)
+        check_choice("shape", self.shape, SHAPES)
         if not isinstance(self.milestones, tuple | list):
             raise ArgumentError(f"milestones={self.milestones!r} must be shares of the epochs, like (0.6, 0.8).")
         object.__setattr__(self, "milestones", tuple(self.milestones))
         for name, low, high in LIMITS:
-            _between(name, getattr(self, name), low, high)
+            _check_range(name, getattr(self, name), low, high)
         for share in self.milestones:
-            _between("milestones", share, 0, 1)
+            _check_range("milestones", share, 0, 1)
         if not isinstance(self.nesterov, bool):
             raise ArgumentError(f"nesterov={self.nesterov!r} must be True or False.")
         if self.nesterov and not self.momentum:
@@ -93,15 +93,15 @@ SCHEDULES = {
 }
 
 
-def schedule_of(given: Any) -> Schedule:
+def resolve_schedule(given: Any) -> Schedule:
     """A schedule, or the one of that name."""
     if isinstance(given, Schedule):
         return given
-    one_of("schedule", given, SCHEDULES)
+    check_choice("schedule", given, SCHEDULES)
     return SCHEDULES[given]
 
 
-def difference(mine: Schedule, other: dict[str, Any]) -> str | None:
+def describe_schedule_change(mine: Schedule, other: dict[str, Any]) -> str | None:
     """The first field in which a stored schedule differs, in words."""
     for field in fields(mine):
         now, then = getattr(mine, field.name), other.get(field.name)

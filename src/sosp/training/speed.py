@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core import distributed
-from sosp.errors import ArgumentError, one_of
+from sosp.errors import ArgumentError, check_choice
 
 PRECISIONS = ("auto", "float32", "bf16")
 
@@ -30,19 +30,19 @@ class Speed:
     room: bool | None = None  # widths in multiples of 8 and no scatters while a pruned network is trained
 
     def __post_init__(self) -> None:
-        one_of("precision", self.precision, PRECISIONS)
+        check_choice("precision", self.precision, PRECISIONS)
 
     def on(self, device: torch.device) -> Speed:
         """The same with everything decided."""
         cuda = device.type == "cuda"
         if self.graph and not cuda:
             raise ArgumentError(f"graph=True needs a CUDA device, not {device}.")
-        if self.graph and distributed.ranks() > 1:
+        if self.graph and distributed.count_ranks() > 1:
             raise ArgumentError("graph=True is for a single process: several talk to each other within a step.")
         precision = ("bf16" if cuda else "float32") if self.precision == "auto" else self.precision
         layout = cuda if self.channels_last is None else self.channels_last
-        graph = cuda and distributed.ranks() == 1 if self.graph is None else self.graph
-        room = cuda and distributed.ranks() == 1 and not self.compile if self.room is None else self.room
+        graph = cuda and distributed.count_ranks() == 1 if self.graph is None else self.graph
+        room = cuda and distributed.count_ranks() == 1 and not self.compile if self.room is None else self.room
         return Speed(precision, layout, graph, self.compile, room)
 
     @contextmanager
@@ -57,13 +57,13 @@ class Speed:
         return model.to(memory_format=torch.channels_last) if self.channels_last else model  # type: ignore[call-overload]
 
 
-def wide(x: Tensor) -> Tensor:
+def upcast_half(x: Tensor) -> Tensor:
     """In float32 at least."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 @contextmanager
-def fastest_kernels() -> Iterator[None]:
+def enable_cudnn_benchmark() -> Iterator[None]:
     """Let cuDNN try its kernels out: the shapes of a training are always the same."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True

@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 from sosp.core import distributed
 from sosp.errors import TrainingError
-from sosp.training.speed import wide
+from sosp.training.speed import upcast_half
 
-LONELY = "a batch norm sees one number per channel; use a size of batches that leaves no single example over."
+SINGLE_VALUE = "a batch norm sees one number per channel; use a size of batches that leaves no single example over."
 
 
-class Total(torch.autograd.Function):
+class RankSum(torch.autograd.Function):
     """The sum over all ranks: each one's loss depends on what every one gave."""
 
     @staticmethod
@@ -35,7 +35,7 @@ class Total(torch.autograd.Function):
         return total
 
 
-class OverAllRanks(TorchFunctionMode):
+class SyncNormMode(TorchFunctionMode):
     """Takes the place of ``F.batch_norm`` in train mode; torch's own would normalise each rank's rows by themselves."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,19 +44,19 @@ class OverAllRanks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def over_all_ranks(split: bool) -> AbstractContextManager[Any]:
+def sync_batch_norms(split: bool) -> AbstractContextManager[Any]:
     """Batch norms over all ranks, where there are several and a batch was ``split`` among them."""
-    return OverAllRanks() if split and distributed.ranks() > 1 else nullcontext()
+    return SyncNormMode() if split and distributed.count_ranks() > 1 else nullcontext()
 
 
 @contextmanager
-def not_lonely() -> Iterator[None]:
+def explain_small_batch() -> Iterator[None]:
     """Say what to do about a batch norm that has nothing to take a variance of."""
     try:
         yield
     except ValueError as error:
         if "more than 1 value per channel" in str(error):
-            raise TrainingError(LONELY) from error
+            raise TrainingError(SINGLE_VALUE) from error
         raise
 
 
@@ -74,21 +74,21 @@ def batch_norm(
     if not training:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
     axes, shape = [d for d in range(x.dim()) if d != 1], [1, -1, *[1] * (x.dim() - 2)]
-    full = wide(x)
-    count = Total.apply(full.new_tensor(x.numel() / max(x.shape[1], 1)))
+    full = upcast_half(x)
+    count = RankSum.apply(full.new_tensor(x.numel() / max(x.shape[1], 1)))
     if count <= 1:
-        raise TrainingError(LONELY)
-    mean = Total.apply(full.sum(axes)) / count
+        raise TrainingError(SINGLE_VALUE)
+    mean = RankSum.apply(full.sum(axes)) / count
     centred = full - mean.view(shape)
-    variance = Total.apply(centred.square().sum(axes)) / count
-    _remember(running_mean, mean, momentum)
-    _remember(running_var, variance * count / (count - 1), momentum)
+    variance = RankSum.apply(centred.square().sum(axes)) / count
+    _update_running(running_mean, mean, momentum)
+    _update_running(running_var, variance * count / (count - 1), momentum)
     y = centred * torch.rsqrt(variance + eps).view(shape)
     y = y if weight is None else y * weight.view(shape)
     return (y if bias is None else y + bias.view(shape)).to(x.dtype)
 
 
 @torch.no_grad()
-def _remember(running: Tensor | None, found: Tensor, momentum: float) -> None:
+def _update_running(running: Tensor | None, found: Tensor, momentum: float) -> None:
     if running is not None:
         running.lerp_(found.to(running.dtype), momentum)

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from sosp.core.batches import is_pair, is_source, leading
-from sosp.core.losses import IGNORED
+from sosp.core.batches import find_batch_size, is_pair, is_source
+from sosp.core.losses import IGNORE_INDEX
 from sosp.data import Dataset
-from sosp.data.source import Batching, as_slice, chosen, generator, limited
+from sosp.data.batch_source import Batching, apply_limit, draw_rows, make_generator, make_slice
 from sosp.errors import DataError
 
 
-def moved(x: Any, device: torch.device) -> Any:
+def move_to_device(x: Any, device: torch.device) -> Any:
     """All tensors of a batch on the device."""
     return tree_map(lambda t: t.to(device, non_blocking=True) if isinstance(t, Tensor) else t, x)
 
 
-def rows_of(x: Any, pick: Any, total: int) -> Any:
+def select_rows(x: Any, pick: Any, total: int) -> Any:
     """Some examples of a batch of ``total``; what has no row for each of them stays whole."""
 
     def cut(t: Any) -> Any:
@@ -32,7 +32,7 @@ def rows_of(x: Any, pick: Any, total: int) -> Any:
     return tree_map(cut, x)
 
 
-def halves(batch: Any) -> tuple[Any, Any]:
+def split_batch(batch: Any) -> tuple[Any, Any]:
     """Return the inputs and the labels of a batch, whatever the labels are. A dict's inputs hold the labels as well."""
     if isinstance(batch, Mapping):
         return dict(batch), batch.get("labels")
@@ -46,16 +46,16 @@ def halves(batch: Any) -> tuple[Any, Any]:
     return dict(inputs) if isinstance(inputs, Mapping) else inputs, labels
 
 
-def read(batch: Any) -> tuple[Any, Tensor]:
+def parse_batch(batch: Any) -> tuple[Any, Tensor]:
     """The inputs of a user's batch, and class numbers."""
-    inputs, labels = halves(batch)
+    inputs, labels = split_batch(batch)
     _check_labels(labels)
     return inputs, labels.long()
 
 
-def count(inputs: Any) -> int:
+def count_examples(inputs: Any) -> int:
     """How many examples: the length of the first tensor."""
-    return leading(inputs) or 0
+    return find_batch_size(inputs) or 0
 
 
 def _check_labels(labels: Any) -> None:
@@ -70,47 +70,47 @@ def _check_labels(labels: Any) -> None:
         )
 
 
-def span(labels: Tensor) -> tuple[int, int]:
+def find_label_range(labels: Tensor) -> tuple[int, int]:
     """The least and the greatest label of those that count; (0, 0) where none does."""
-    known = labels[labels != IGNORED]
+    known = labels[labels != IGNORE_INDEX]
     return (int(known.min()), int(known.max())) if known.numel() else (0, 0)
 
 
-def whole_span(source: Any) -> tuple[int, int] | None:
+def find_source_label_range(source: Any) -> tuple[int, int] | None:
     """The span of all labels, where a source holds them."""
     labels = getattr(source, "labels", None)
-    return span(labels) if is_source(source) and isinstance(labels, Tensor) else None
+    return find_label_range(labels) if is_source(source) and isinstance(labels, Tensor) else None
 
 
-def seen_span(labels: Tensor) -> tuple[int, int]:
+def find_cpu_label_range(labels: Tensor) -> tuple[int, int]:
     """The span of a batch's labels; (0, 0) on a GPU, which would have to be waited for."""
-    return span(labels) if labels.device.type == "cpu" else (0, 0)
+    return find_label_range(labels) if labels.device.type == "cpu" else (0, 0)
 
 
-def as_source(data: Any, part: str) -> Any:
+def resolve_source(data: Any, part: str) -> Any:
     """``part`` ("train" or "test") of a dataset; a pair of tensors as a source; all else as it is."""
     if isinstance(data, Dataset):
         return getattr(data, part)
-    return Pair(*halves(data)) if is_pair(data) or isinstance(data, Mapping) else data
+    return PairSource(*split_batch(data)) if is_pair(data) or isinstance(data, Mapping) else data
 
 
-def both(data: Any) -> tuple[Any, Any]:
+def split_train_test(data: Any) -> tuple[Any, Any]:
     """What to train on and what to test on; None where there is nothing to test on."""
     if isinstance(data, Dataset):
         return data.train, data.test
     if isinstance(data, tuple) and len(data) == 2 and not is_pair(data):
-        return as_source(data[0], "train"), as_source(data[1], "test")
-    return as_source(data, "train"), None
+        return resolve_source(data[0], "train"), resolve_source(data[1], "test")
+    return resolve_source(data, "train"), None
 
 
-class Pair:
+class PairSource:
     """Inputs of any kind and their labels, held in memory: as a source of ``sosp.data``, without augmentation."""
 
     def __init__(self, inputs: Any, labels: Tensor) -> None:
-        self.inputs, self.labels = read((inputs, labels))
+        self.inputs, self.labels = parse_batch((inputs, labels))
         if not len(labels):
             raise DataError("the data is empty: there is not one example in it.")
-        if (found := count(self.inputs)) != len(labels):
+        if (found := count_examples(self.inputs)) != len(labels):
             raise DataError(f"the inputs hold {found} examples and the labels {len(labels)}; give as many of each.")
 
     def __len__(self) -> int:
@@ -122,18 +122,18 @@ class Pair:
     def epoch(
         self, number: int, *, batch: int, seed: int, start: int = 0, rank: int = 0, ranks: int = 1
     ) -> Iterator[tuple[Any, Tensor]]:
-        order = torch.randperm(len(self), generator=generator(seed, number))
+        order = torch.randperm(len(self), generator=make_generator(seed, number))
         batching = Batching(len(self), batch, rank, ranks)
-        return (self._rows(order[as_slice(batching.own(k))]) for k in batching.since(start))
+        return (self._rows(order[make_slice(batching.own(k))]) for k in batching.since(start))
 
     def ordered(
         self, *, batch: int, limit: int | None = None, rank: int = 0, ranks: int = 1
     ) -> Iterator[tuple[Any, Tensor]]:
-        batching = Batching(limited(len(self), limit), batch, rank, ranks)
+        batching = Batching(apply_limit(len(self), limit), batch, rank, ranks)
         return (self._rows(torch.tensor(batching.own(k), dtype=torch.int64)) for k in range(len(batching)))
 
-    def subset(self, count: int, seed: int) -> Pair:
-        return Pair(*self._rows(chosen(len(self), count, seed)))
+    def subset(self, count: int, seed: int) -> PairSource:
+        return PairSource(*self._rows(draw_rows(len(self), count, seed)))
 
     def _rows(self, index: Tensor) -> tuple[Any, Tensor]:
-        return rows_of(self.inputs, index, len(self)), self.labels[index.to(self.labels.device)]
+        return select_rows(self.inputs, index, len(self)), self.labels[index.to(self.labels.device)]

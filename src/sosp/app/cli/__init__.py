@@ -54,7 +54,7 @@ COMMANDS = {
 PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False}  # a traceback is Python's own
 
 
-class Commands(TyperGroup):
+class CommandGroup(TyperGroup):
     """The commands by name and first sentence; the one that is called is imported."""
 
     def __init__(self, **settings: Any) -> None:
@@ -63,10 +63,10 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
-        return name, load(str(name)), rest
+        return name, load_command(str(name)), rest
 
 
-def load(name: str) -> Any:
+def load_command(name: str) -> Any:
     """Import a command, with its options and all of its help."""
     module, _, function = COMMANDS[name][0].partition(".")
     alone = typer.Typer(**PLAIN)
@@ -76,7 +76,7 @@ def load(name: str) -> Any:
 
 app = typer.Typer(
     name="sosp",
-    cls=Commands,
+    cls=CommandGroup,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     **PLAIN,

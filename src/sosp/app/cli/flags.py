@@ -11,7 +11,7 @@ import typer
 
 from sosp.app.cli.output import Screen
 from sosp.app.config import SECTIONS
-from sosp.app.options import FLAG, Option, options_of
+from sosp.app.options import FLAG, Option, collect_options
 from sosp.core import distributed
 
 PANELS = {
@@ -35,7 +35,7 @@ Resume = Annotated[
 ]
 
 
-def takes(*wanted: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def add_flags(*wanted: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add a flag for every option of these sections (``"prune"``, or ``"run.device"`` for one option).
 
     The function is called with ``given``, what the user gave of them, and a ``screen``, on which every refusal ends.
@@ -54,7 +54,7 @@ def takes(*wanted: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
                 if value is not None and value != []:
                     given[section][key] = value
             as_json = values.pop("json")
-            with distributed.joined(), Screen(as_json=as_json).guarding() as screen:
+            with distributed.join_processes(), Screen(as_json=as_json).guarding() as screen:
                 function(**values, given=given, screen=screen)
 
         parameters = [*own, *(_parameter(*option) for option in chosen), JSON]
@@ -71,7 +71,7 @@ JSON = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, 
 
 def _options(word: str) -> list[tuple[str, str, Option]]:
     section, _, only = word.partition(".")
-    found = options_of(SECTIONS[section])
+    found = collect_options(SECTIONS[section])
     return [(section, key, o) for key, o in found.items() if o.flag != "" and only in ("", key)]
 
 

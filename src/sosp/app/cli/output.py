@@ -15,15 +15,15 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from sosp.app.cli.progress import Bar
-from sosp.app.cli.tables import WORDS
-from sosp.app.run.folder import Run
+from sosp.app.cli.progress_bar import ProgressBar
+from sosp.app.cli.terminal_tables import EVENT_FORMATS
+from sosp.app.run.run_folder import RunFolder
 from sosp.core import distributed
 from sosp.errors import SospError, TrainingError
 from sosp.training import Moment
 
 REFUSED, FAILED, STOPPED = 2, 3, 130  # exit codes; 0 is done, 1 a bug with its traceback
-ANY = 10_000  # columns, more than a table has
+UNLIMITED_WIDTH = 10_000  # columns, more than a table has
 PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # names with brackets stay what they are
 
 
@@ -34,9 +34,9 @@ class Screen:
         self.as_json = as_json
         self.console = Console(quiet=as_json or not distributed.is_main(), **PLAIN)
         if not self.console.is_terminal:  # a file has lines of any length
-            self.console.soft_wrap, self.console.width = True, ANY
-        self.run: Run | None = None
-        self.bar = Bar(self.console)
+            self.console.soft_wrap, self.console.width = True, UNLIMITED_WIDTH
+        self.run: RunFolder | None = None
+        self.bar = ProgressBar(self.console)
         self.warned: set[str] = set()
 
     # --- printing ---------------------------------------------------------------------------------------
@@ -44,27 +44,27 @@ class Screen:
     def say(self, *lines: RenderableType) -> None:
         """Text or tables, for people; the log of the run gets them too."""
         for line in lines:
-            self.console.print(hanging(line, self.console) if isinstance(line, str) else line)
+            self.console.print(wrap_text(line, self.console) if isinstance(line, str) else line)
         if self.run is not None and self.run.writes:
             with self.run.log() as file:
-                log = Console(file=file, width=ANY, no_color=True, soft_wrap=True, **PLAIN)
+                log = Console(file=file, width=UNLIMITED_WIDTH, no_color=True, soft_wrap=True, **PLAIN)
                 for line in lines:
                     log.print(line)
 
     def tell(self, facts: Mapping[str, Any]) -> None:
         """One line of JSON, for machines."""
         if self.as_json and distributed.is_main():
-            print(json.dumps(finite(facts), allow_nan=False, default=str), flush=True)
+            print(json.dumps(replace_nonfinite(facts), allow_nan=False, default=str), flush=True)
 
     # --- a run as it goes (pipeline.Watcher) ------------------------------------------------------------
 
     def event(self, name: str, facts: Mapping[str, Any]) -> None:
-        facts = finite({"event": name, **facts})
+        facts = replace_nonfinite({"event": name, **facts})
         if self.run is not None:
             self.run.note(facts)
         self.tell(facts)
-        if name in WORDS:
-            self.say(WORDS[name](facts))
+        if name in EVENT_FORMATS:
+            self.say(EVENT_FORMATS[name](facts))
         if name == "end":
             self.bar.clear()
 
@@ -127,11 +127,11 @@ class Screen:
         """To people; one line, where it is not a terminal."""
         if distributed.is_main() and not self.as_json:
             console = Console(stderr=True, **PLAIN)
-            words.plain = hanging(words.plain, console)
+            words.plain = wrap_text(words.plain, console)
             console.print(words, soft_wrap=True)
 
 
-def hanging(text: str, console: Console) -> str:
+def wrap_text(text: str, console: Console) -> str:
     """On a terminal: broken between words, what follows set in. A file has lines of any length."""
     if not console.is_terminal:
         return text
@@ -147,10 +147,10 @@ def hanging(text: str, console: Console) -> str:
     )
 
 
-def finite(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """Without the numbers that JSON does not have."""
     if isinstance(value, Mapping):
-        return {str(k): finite(v) for k, v in value.items()}
+        return {str(k): replace_nonfinite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(v) for v in value]
+        return [replace_nonfinite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from sosp.app.cli.flags import Sections
-from sosp.app.run.folder import FILES, Record, is_run, network_of, read_record
-from sosp.errors import ArgumentError, RunError, nearest
+from sosp.app.run.run_folder import FILES, RunRecord, find_last_network, is_run, read_record
+from sosp.errors import ArgumentError, RunError, suggest_name
 from sosp.graph.mask import Mask
-from sosp.nets.by_name import parse
+from sosp.nets.by_name import parse_network_name
 from sosp.surgery.checkpoint import inspect
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
 
-def sections_for(word: str, given: Sections) -> tuple[Sections, Record | None]:
+def resolve_target(word: str, given: Sections) -> tuple[Sections, RunRecord | None]:
     """The sections that name the network (and, for a run, the data it used), with what was given on top."""
     found = dict(given)
-    named = _of_run(word)
+    named = _find_run_network(word)
     if named is None:
         _refuse_file(word)
-        _parsed(word)
+        _refuse_unknown_name(word)
         found["model"] = {"name": word, **given.get("model", {})}
         return found, None
     record, file = named
@@ -30,7 +30,7 @@ def sections_for(word: str, given: Sections) -> tuple[Sections, Record | None]:
     before = record.config.as_dict()
     found["model"] = {**before["model"], **given.get("model", {}), "weights": str(file)}
     if "data" in given:
-        found["data"] = data_for(before, given)
+        found["data"] = merge_data_section(before, given)
     return found, record
 
 
@@ -39,17 +39,17 @@ def refuse_weights(word: str, given: Sections) -> None:
         raise ArgumentError(f"{word} is a run, which has its weights: leave out --weights, or name the network itself.")
 
 
-def data_for(before: Mapping[str, Any], given: Sections) -> dict[str, Any]:
+def merge_data_section(before: Mapping[str, Any], given: Sections) -> dict[str, Any]:
     """The data that is named, or that of the run before; a folder alone says where that lies now."""
     same = {} if "name" in given["data"] else before.get("data", {})
     return {**same, **given["data"]}
 
 
-def _of_run(word: str) -> tuple[Record, Path] | None:
+def _find_run_network(word: str) -> tuple[RunRecord, Path] | None:
     """The record and the network, where ``word`` is the folder of a run or a network in one."""
     path = Path(word)
     if is_run(path):
-        return network_of(path)
+        return find_last_network(path)
     if path.name in FILES.values() and is_run(path.parent):
         return read_record(path.parent), path
     if path.is_dir():
@@ -57,14 +57,16 @@ def _of_run(word: str) -> tuple[Record, Path] | None:
     return None
 
 
-def _parsed(word: str) -> None:
+def _refuse_unknown_name(word: str) -> None:
     """Refuse what is neither a run nor a network."""
     try:
-        parse(word)
+        parse_network_name(word)
     except ArgumentError as error:
         path = Path(word)
         runs = [str(p) for p in path.parent.iterdir() if is_run(p)] if "/" in word and path.parent.is_dir() else []
-        raise ArgumentError(f"there is no run {word!r} (no such folder).{nearest(word, runs)} And {error}") from None
+        raise ArgumentError(
+            f"there is no run {word!r} (no such folder).{suggest_name(word, runs)} And {error}"
+        ) from None
 
 
 def _refuse_file(word: str) -> None:
@@ -76,14 +78,14 @@ def _refuse_file(word: str) -> None:
         )
 
 
-def before_pruning(record: Record, folder: Path) -> str | None:
+def find_unpruned_file(record: RunRecord, folder: Path) -> str | None:
     """The file of the network that a run pruned."""
     if record.config.prune is None:
         return None
     return str(folder / FILES["train"]) if record.config.train is not None else record.config.model.weights
 
 
-def mask_in(word: str) -> Mask:
+def require_mask(word: str) -> Mask:
     """The mask of a run that pruned, or in a file of sosp.save."""
     path: Any = Path(word)
     file = path / FILES["prune"] if is_run(path) else path

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sosp.app.run.folder import REPORT
-from sosp.core.documents import write_text
-from sosp.core.packages import import_package
+from sosp.app.run.run_folder import REPORT
+from sosp.core.optional_packages import import_package
+from sosp.core.text_files import write_text
 from sosp.errors import ArgumentError, RunError
 
 MARK = '<meta name="generator" content="sosp">'  # of a file that is ours to replace
@@ -16,8 +16,8 @@ MARK = '<meta name="generator" content="sosp">'  # of a file that is ours to rep
 def write_report(runs: Sequence[str | Path], out: str | Path | None = None) -> Path:
     """One page about these runs, finished or not: ``out``, or ``report.html`` in the folder of a single run."""
     require_packages()
-    from sosp.app.report.facts import read_run
-    from sosp.app.report.page import page
+    from sosp.app.report.page import render_page
+    from sosp.app.report.run_facts import read_run
 
     if not runs:
         raise ArgumentError("there is nothing to report: name the folder of a run.")
@@ -26,7 +26,7 @@ def write_report(runs: Sequence[str | Path], out: str | Path | None = None) -> P
     path = Path(runs[0]) / REPORT if out is None else Path(out)
     found = [read_run(folder) for folder in runs]
     refuse_foreign(path)
-    write_text(path, page(found))
+    write_text(path, render_page(found))
     return path
 
 
@@ -45,15 +45,15 @@ def keep_report(run: Path, warn: Callable[[str], None], *, anew: bool) -> Path |
 def write_figures(runs: Sequence[str | Path], folder: str | Path) -> list[Path]:
     """Every figure of these runs as a PNG file of 300 dots per inch; the files."""
     require_packages()
-    from sosp.app.report.facts import read_run
-    from sosp.app.report.page import pictures
+    from sosp.app.report.page import save_figures
+    from sosp.app.report.run_facts import read_run
 
     found, place = [read_run(run) for run in runs], Path(folder)
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"{place}: cannot be written to ({error.strerror}).") from error
-    return pictures(found, place)
+    return save_figures(found, place)
 
 
 def require_packages() -> None:

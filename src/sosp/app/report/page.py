@@ -8,86 +8,86 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from sosp.app.report import headline, steps
-from sosp.app.report.facts import Facts
-from sosp.app.report.section import Number, Section, Table
+from sosp.app.report import next_steps, run_summary
+from sosp.app.report.run_facts import RunFacts
+from sosp.app.report.section import FormattedNumber, ReportSection, ReportTable
 from sosp.app.report.sections import (
     bottlenecks,
     comparison,
     expansion,
-    joined,
     layers,
     losses,
     origin,
     pairs,
     repair,
+    run_overview,
     saliency,
     streams,
     training,
 )
-from sosp.app.report.theme import Plot, as_svg, drawing, save_png
+from sosp.app.report.theme import Plot, render_svg, save_png, use_plot_settings
 
 # In the order of the page; each looks at a run and says nothing where it has nothing to show.
-SECTIONS: tuple[Callable[[Facts], Section | None], ...] = (
-    comparison.section,
-    expansion.section,
-    layers.section,
-    streams.section,
-    saliency.section,
-    losses.section,
-    pairs.section,
-    repair.section,
-    bottlenecks.section,
-    training.section,
-    steps.section,
-    origin.section,
+SECTIONS: tuple[Callable[[RunFacts], ReportSection | None], ...] = (
+    comparison.build_section,
+    expansion.build_section,
+    layers.build_section,
+    streams.build_section,
+    saliency.build_section,
+    losses.build_section,
+    pairs.build_section,
+    repair.build_section,
+    bottlenecks.build_section,
+    training.build_section,
+    next_steps.build_section,
+    origin.build_section,
 )
 
 
 @dataclass(frozen=True)
-class Chapter:
+class RunReport:
     """One run on the page."""
 
     key: str
     name: str
     title: str
     story: list[str]
-    cards: list[headline.Card]
-    table: Table | None
-    sections: list[Section]
+    cards: list[run_summary.FigureCard]
+    table: ReportTable | None
+    sections: list[ReportSection]
 
 
-def chapter(facts: Facts, key: str) -> Chapter:
+def build_run_report(facts: RunFacts, key: str) -> RunReport:
     sections = [found for look in SECTIONS if (found := look(facts)) is not None]
-    return Chapter(
+    return RunReport(
         key,
         facts.name,
-        headline.title(facts),
-        headline.story(facts),
-        headline.cards(facts),
-        headline.table(facts),
+        run_summary.format_title(facts),
+        run_summary.summarize_run(facts),
+        run_summary.build_cards(facts),
+        run_summary.build_networks_table(facts),
         sections,
     )
 
 
-def page(runs: Sequence[Facts]) -> str:
+def render_page(runs: Sequence[RunFacts]) -> str:
     """The HTML of one run, or of several beside each other."""
-    with drawing():
+    with use_plot_settings():
         several = len(runs) > 1
-        chapters = [chapter(facts, f"run{i}-" if several else "") for i, facts in enumerate(runs)]
-        start = joined.section(runs) if several else None
+        chapters = [build_run_report(facts, f"run{i}-" if several else "") for i, facts in enumerate(runs)]
+        start = run_overview.build_section(runs) if several else None
         return _environment().get_template("page.html").render(chapters=chapters, start=start)
 
 
-def pictures(runs: Sequence[Facts], folder: Path) -> list[Path]:
+def save_figures(runs: Sequence[RunFacts], folder: Path) -> list[Path]:
     """Every figure as a PNG file in the folder; of several runs with their names in front."""
-    with drawing():
+    with use_plot_settings():
         found: list[tuple[str, Plot]] = []
         for facts in runs:
             front = f"{facts.name}-" if len(runs) > 1 else ""
-            found += [(front + plot.name, plot) for part in chapter(facts, "").sections for plot in part.plots]
+            found += [(front + plot.name, plot) for part in build_run_report(facts, "").sections for plot in part.plots]
         if len(runs) > 1:
-            found += [(plot.name, plot) for plot in joined.section(runs).plots]
+            found += [(plot.name, plot) for plot in run_overview.build_section(runs).plots]
         for name, plot in found:
             save_png(plot, folder / f"{name}.png")
     return [folder / f"{name}.png" for name, _ in found]
@@ -101,6 +101,6 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters["svg"] = as_svg
-    made.tests["exact"] = lambda cell: isinstance(cell, Number)
+    made.filters["svg"] = render_svg
+    made.tests["exact"] = lambda cell: isinstance(cell, FormattedNumber)
     return made

@@ -90,27 +90,27 @@ class Plot:
 
 
 @contextmanager
-def drawing() -> Iterator[None]:
+def use_plot_settings() -> Iterator[None]:
     """Our settings, and no warnings of letters that the font of PNG files does not have; undone at the end."""
     with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
 
 
-def blank(width: float, height: float) -> tuple[Figure, Axes]:
+def create_figure(width: float, height: float) -> tuple[Figure, Axes]:
     """An empty figure with one pair of axes; inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
-def log_scale(axes: Axes) -> None:
+def set_log_scale(axes: Axes) -> None:
     """Up, with numbers that need no typesetting."""
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_power(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def power(value: float) -> str:
+def format_power(value: float) -> str:
     """``0.01``, and ``10⁻⁵`` for what is far from one."""
     if value <= 0 or 1e-3 <= value < 1e4:
         return f"{value:g}"
@@ -128,7 +128,7 @@ COLOUR = re.compile("|".join(COLOURS.values()))
 VARIABLES = {colour: f"var(--{name})" for name, colour in COLOURS.items()}
 
 
-def as_svg(plot: Plot, key: str = "") -> Markup:
+def render_svg(plot: Plot, key: str = "") -> Markup:
     """For a page: an image with a description, whose colours are the page's and whose parts speak under the mouse.
 
     Names inside it are not those of a figure with another name or ``key``.

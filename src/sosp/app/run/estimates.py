@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from sosp.app.config import Pruning
-from sosp.app.run.compare import plan_of
-from sosp.app.run.expand import plan_for
-from sosp.app.run.job import Job, structures_for
-from sosp.core.batches import call
-from sosp.core.losses import logits_of
+from sosp.app.config import PruningSection
+from sosp.app.run.comparison_stage import plan_comparison
+from sosp.app.run.expansion_stage import plan_expansion
+from sosp.app.run.job import RunJob, find_job_structures
+from sosp.core.batches import call_model
+from sosp.core.losses import find_logits
 from sosp.graph.plan import count
 
 PASSES = 3  # a training step costs a forward pass and, in weights and activations, two more
 
 
-def estimate(job: Job) -> dict[str, Any]:
+def estimate_run(job: RunJob) -> dict[str, Any]:
     """Stage -> what it would do; the seconds are those of a small batch here and now, scaled up."""
     cost = count(job.start, job.example)
     found: dict[str, Any] = {"network": {"params": cost.params, "macs": cost.macs, "device": str(job.device)}}
@@ -38,7 +38,7 @@ def estimate(job: Job) -> dict[str, Any]:
     return found
 
 
-def _training(job: Job, stage: str, macs: int, each: float) -> dict[str, Any]:
+def _training(job: RunJob, stage: str, macs: int, each: float) -> dict[str, Any]:
     schedule = getattr(job.config, stage).plan()
     images = schedule.epochs * len(job.dataset.train)
     return {
@@ -51,17 +51,17 @@ def _training(job: Job, stage: str, macs: int, each: float) -> dict[str, Any]:
     }
 
 
-def _pruning(job: Job, section: Pruning) -> dict[str, Any]:
+def _pruning(job: RunJob, section: PruningSection) -> dict[str, Any]:
     return {
         "method": section.method,
-        "structures": len(structures_for(job, job.start)),
+        "structures": len(find_job_structures(job, job.start)),
         "budget": section.budget,
         "examples": min(section.examples, len(job.dataset.train)),
     }
 
 
-def _comparing(job: Job) -> dict[str, Any]:
-    plan = plan_of(job)
+def _comparing(job: RunJob) -> dict[str, Any]:
+    plan = plan_comparison(job)
     cells = len(plan.methods) * len(plan.ratios) * plan.seeds
     tuning = job.config.finetune
     return {
@@ -72,14 +72,14 @@ def _comparing(job: Job) -> dict[str, Any]:
     }
 
 
-def _expanding(job: Job, params: int) -> dict[str, Any]:
+def _expanding(job: RunJob, params: int) -> dict[str, Any]:
     section, train = job.config.expand, job.config.train
     assert section is not None and train is not None
     each = 3 if job.config.model.weights is None else 2  # a network that is given is not trained
     before = each * section.seeds if section.when == "trained" else 0
     return {
         "courses": ["vanilla", "expand", "widen"],
-        "sizes": [f"{kind} {size:g}" for kind, size in plan_for(job).budgets(params)],
+        "sizes": [f"{kind} {size:g}" for kind, size in plan_expansion(job).budgets(params)],
         "seeds": section.seeds,
         "trainings": before,
         "epochs_before": train.plan().epochs if before else 0,
@@ -87,7 +87,7 @@ def _expanding(job: Job, params: int) -> dict[str, Any]:
     }
 
 
-def _seconds_per_image(job: Job) -> float:
+def _seconds_per_image(job: RunJob) -> float:
     """Of a training step, on the example."""
     model = copy.deepcopy(job.start).train()
     _step(model, job.example)
@@ -98,7 +98,7 @@ def _seconds_per_image(job: Job) -> float:
 
 def _step(model: nn.Module, example: Any) -> None:
     with torch.enable_grad():
-        logits = logits_of(call(model, example))
+        logits = find_logits(call_model(model, example))
         torch.autograd.grad(logits.float().sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True)
     if logits.is_cuda:
         torch.cuda.synchronize()

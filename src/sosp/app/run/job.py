@@ -11,23 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from sosp.app.config import Config, Data, Pruning, Training
-from sosp.app.run.folder import is_run, network_of
-from sosp.baselines.slimming import scales_of
-from sosp.core.batches import call
-from sosp.core.losses import logits_of
-from sosp.core.user_errors import users_code
+from sosp.app.config import Config, DataSection, PruningSection, TrainingSection
+from sosp.app.run.run_folder import find_last_network, is_run
+from sosp.baselines.slimming_training import find_norm_scales
+from sosp.core.batches import call_model
+from sosp.core.losses import find_logits
+from sosp.core.user_errors import convert_user_errors
 from sosp.data import Dataset
 from sosp.data import load as load_data
 from sosp.errors import ArgumentError, CheckpointError, DataError, DisconnectedError
 from sosp.graph.mask import Mask
 from sosp.graph.records import Saliency, Structures
-from sosp.graph.structures import downsampling, excluded_names, find_structures
+from sosp.graph.structures import downsampling, find_excluded_names, find_structures
 from sosp.nets import by_name
 from sosp.scoring.score import METHODS, check_structures
 from sosp.selection.select import select
 from sosp.surgery.checkpoint import inspect
-from sosp.training.user_data import moved
+from sosp.training.user_data import move_to_device
 
 ROWS = 8  # of the example
 FLEXIBLE = ("sosp", "torchvision", "timm")  # sources whose networks get as many outputs as the data has classes
@@ -48,7 +48,7 @@ TAKEN = {
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class RunJob:
     """What a config names, ready to work with."""
 
     config: Config  # with the classes and the input filled in that the data has
@@ -66,39 +66,39 @@ class Job:
 
     def loaded(self, path: str | Path) -> nn.Module:
         """The network in a file, on the device."""
-        return by_name.weighted(self.original, path).to(self.device)
+        return by_name.load_weights(self.original, path).to(self.device)
 
 
-def prepare(config: Config) -> Job:
+def prepare_job(config: Config) -> RunJob:
     """Load the data and the network, and see that they fit; the slow things that can fail come last."""
-    config = with_schedules(absolute(config))
+    config = fill_schedules(resolve_paths(config))
     check_stages(config)
-    device = device_of(config.run.device)
-    by_name.parse(config.model.name)
-    data = _loaded(config.data)
-    config = _filled(config, data)
+    device = choose_device(config.run.device)
+    by_name.parse_network_name(config.model.name)
+    data = _load_dataset(config.data)
+    config = _fill_model_section(config, data)
     model = config.model
-    original = by_name.make(model.name, classes=model.classes, width=model.factor, seed=config.run.seed)
-    start = original if model.weights is None else by_name.weighted(original, model.weights)
-    start, example = start.to(device), moved(_example(config, original, data), device)
+    original = by_name.build_network(model.name, classes=model.classes, width=model.factor, seed=config.run.seed)
+    start = original if model.weights is None else by_name.load_weights(original, model.weights)
+    start, example = start.to(device), move_to_device(_example(config, original, data), device)
     if data is not None:
         check_outputs(start, example, data, model.name)
-    job = Job(config, original, start, data, example, device)
+    job = RunJob(config, original, start, data, example, device)
     check_job(job)
     return job
 
 
-def _loaded(chosen: Data) -> Dataset | None:
+def _load_dataset(chosen: DataSection) -> Dataset | None:
     if chosen.name is None:
         if chosen.folder is not None:
             raise ArgumentError("a folder of data without its name: which dataset is it?")
         return None
     given = "without arguments (--data-dir would be one)" if chosen.folder is None else "with the folder alone"
-    with users_code(chosen.name, given) if ":" in chosen.name else nullcontext():
+    with convert_user_errors(chosen.name, given) if ":" in chosen.name else nullcontext():
         return load_data(chosen.name, chosen.folder)
 
 
-def absolute(config: Config) -> Config:
+def resolve_paths(config: Config) -> Config:
     """The same with paths that hold from any folder."""
     model, data = config.model, config.data
     training = {
@@ -126,7 +126,7 @@ def _absolute_name(name: str) -> str:
     return f"hf:{_absolute(after)}" if before == "hf" and Path(after).expanduser().is_dir() else name
 
 
-def device_of(name: str | None) -> torch.device:
+def choose_device(name: str | None) -> torch.device:
     """The device of that name; a GPU where there is one, if nothing is said."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -138,26 +138,26 @@ def device_of(name: str | None) -> torch.device:
     return found
 
 
-def _filled(config: Config, data: Dataset | None) -> Config:
+def _fill_model_section(config: Config, data: Dataset | None) -> Config:
     """What the data decides about the network, so that the config alone can make it again."""
     if data is None:
         return config
     model = config.model
     if model.shape not in (None, data.shape):
-        raise ArgumentError(f"input is {model.input}, but the images of {data.name} are {_times(data.shape)}.")
-    fixed = model.classes is not None or by_name.parse(model.name)[0] not in FLEXIBLE
+        raise ArgumentError(f"input is {model.input}, but the images of {data.name} are {_format_shape(data.shape)}.")
+    fixed = model.classes is not None or by_name.parse_network_name(model.name)[0] not in FLEXIBLE
     classes = model.classes if fixed else len(data.classes)
-    return replace(config, model=replace(model, classes=classes, input=_times(data.shape)))
+    return replace(config, model=replace(model, classes=classes, input=_format_shape(data.shape)))
 
 
 def _example(config: Config, original: nn.Module, data: Dataset | None) -> Any:
     if data is None:
-        return by_name.example(config.model.name, original, config.model.shape)
+        return by_name.make_example(config.model.name, original, config.model.shape)
     images, _ = next(iter(data.train.ordered(batch=ROWS, limit=ROWS)))
     return images
 
 
-def _times(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
@@ -165,10 +165,12 @@ def _times(shape: tuple[int, ...]) -> str:
 def check_outputs(model: nn.Module, example: Any, data: Dataset, name: str) -> None:
     """The network takes the images and has an output for every class."""
     try:
-        logits = logits_of(call(model.eval(), example))
+        logits = find_logits(call_model(model.eval(), example))
     except RuntimeError as error:
         reason = str(error).splitlines()[0][:200]
-        raise DataError(f"{name} does not take the {_times(data.shape)} images of {data.name}: {reason}") from error
+        raise DataError(
+            f"{name} does not take the {_format_shape(data.shape)} images of {data.name}: {reason}"
+        ) from error
     if logits.shape[1] != len(data.classes):
         raise DataError(
             f"{name} has {logits.shape[1]} outputs, and {data.name} has {len(data.classes)} classes. "
@@ -179,7 +181,7 @@ def check_outputs(model: nn.Module, example: Any, data: Dataset, name: str) -> N
 # --- what the stages need besides -----------------------------------------------------------------------
 
 
-def with_schedules(config: Config) -> Config:
+def fill_schedules(config: Config) -> Config:
     """The same with the name of the schedule that is usual for the dataset, where none is named."""
     usual: tuple[str | None, ...] = USUAL.get(config.data.name or "", (None, None))
     if config.model.name == "sosp:densenet40":
@@ -202,7 +204,7 @@ def check_stages(config: Config) -> None:
         if getattr(config, stage) is not None and config.prune is not None:
             _refuse_unread(config.prune, stage, taken)
     for stage in ("train", "finetune"):
-        section: Training | None = getattr(config, stage)
+        section: TrainingSection | None = getattr(config, stage)
         if section is not None and section.schedule is not None:
             distill, teacher = section.plan().distill, section.teacher
             if teacher is not None and not distill:
@@ -211,23 +213,23 @@ def check_stages(config: Config) -> None:
                 raise ArgumentError(f"distill={distill} needs a teacher: name a run, or a file of weights.")
 
 
-def _refuse_unread(section: Pruning, stage: str, taken: Sequence[str]) -> None:
+def _refuse_unread(section: PruningSection, stage: str, taken: Sequence[str]) -> None:
     """What is said in [prune] and would be passed over."""
-    others = [f.name for f in fields(Pruning) if f.name not in taken]
-    names = [name for name in others if getattr(section, name) != getattr(Pruning(), name)]
+    others = [f.name for f in fields(PruningSection) if f.name not in taken]
+    names = [name for name in others if getattr(section, name) != getattr(PruningSection(), name)]
     if names:
         raise ArgumentError(
             f"[{stage}] takes {', '.join(taken)} from [prune], and not {', '.join(names)}: leave it out."
         )
 
 
-def check_job(job: Job) -> None:
+def check_job(job: RunJob) -> None:
     """Refuse now what would be refused when a stage begins, perhaps hours later."""
     config = job.config
     if config.prune is not None:
-        excluded_names(job.start, config.prune.exclude or (), parameters=False)
+        find_excluded_names(job.start, config.prune.exclude or (), parameters=False)
         if config.train is not None:
-            structures = structures_for(job, job.start)
+            structures = find_job_structures(job, job.start)
             check_structures(job.start, structures, config.prune.method)
             _refuse_choice(structures, config.prune)
     for section in (config.train, config.finetune):
@@ -235,12 +237,12 @@ def check_job(job: Job) -> None:
             section.plan()
             section.speed.on(job.device)
             if section.slimming is not None:
-                scales_of(job.start)
+                find_norm_scales(job.start)
                 if config.compare is not None:
                     raise ArgumentError("slimming is for training and fine-tuning a network, not for a comparison.")
 
 
-def _refuse_choice(structures: Structures, section: Pruning) -> None:
+def _refuse_choice(structures: Structures, section: PruningSection) -> None:
     """A budget, a cap or shares that no scores could meet."""
     anything = torch.arange(float(len(structures)))
     saliency = Saliency(structures, section.method, None, values=anything, scope=METHODS[section.method].scope)
@@ -248,7 +250,7 @@ def _refuse_choice(structures: Structures, section: Pruning) -> None:
         select(saliency, **section.choice)
 
 
-def structures_for(job: Job, model: nn.Module) -> Structures:
+def find_job_structures(job: RunJob, model: nn.Module) -> Structures:
     """What may be removed, by the section [prune]."""
     section = job.config.prune
     assert section is not None
@@ -258,20 +260,20 @@ def structures_for(job: Job, model: nn.Module) -> Structures:
     )
 
 
-def teacher_for(job: Job, stage: str, before: nn.Module | None) -> nn.Module | None:
+def load_teacher(job: RunJob, stage: str, before: nn.Module | None) -> nn.Module | None:
     """The network that a stage compares with: the named one, or the one before pruning."""
-    section: Training = getattr(job.config, stage)
+    section: TrainingSection = getattr(job.config, stage)
     if not section.plan().distill:
         return None
-    return before if section.teacher is None else job.loaded(network_file(section.teacher))
+    return before if section.teacher is None else job.loaded(resolve_network_file(section.teacher))
 
 
-def network_file(path: str) -> str:
+def resolve_network_file(path: str) -> str:
     """Of a run, the network it made; a file is that file."""
-    return str(network_of(path)[1]) if is_run(path) else path
+    return str(find_last_network(path)[1]) if is_run(path) else path
 
 
-def mask_of(path: str | Path | None) -> Mask | None:
+def read_mask(path: str | Path | None) -> Mask | None:
     """The mask in a file of sosp.save; None where there is no file, or it is another's."""
     if path is None:
         return None

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.app.config import Pruning
-from sosp.app.run.expand import growth_for
-from sosp.app.run.job import Job
+from sosp.app.config import PruningSection
+from sosp.app.run.expansion_stage import make_growth
+from sosp.app.run.job import RunJob
 from sosp.data import Source
 from sosp.errors import ArgumentError
-from sosp.graph.layout import Style
+from sosp.graph.layout import LayoutStyle
 from sosp.graph.mask import Mask, masked
 from sosp.graph.plan import plan_removal
 from sosp.graph.records import INPUT, Saliency, Structures
-from sosp.nets.by_name import parse
+from sosp.nets.by_name import parse_network_name
 from sosp.pipeline import Pruned
-from sosp.selection.greedy import ranks_of
+from sosp.selection.greedy_order import rank_structures
 from sosp.selection.saved_saliency import read_saliency
-from sosp.studies.bottlenecks.find import CostOf, bottlenecks
+from sosp.studies.bottlenecks.bottleneck_detection import CostOf, bottlenecks
 from sosp.training import evaluate
 
 POINTS = 8  # along the way, the whole mask being the last one
@@ -32,32 +32,32 @@ EXAMPLES = 256  # the loss is measured on: enough to see a curve, and a small pa
 DERIVATIVES = ("sosp-h", "sosp-i", "sosp-i-diagonal", "first-order", "exact")
 
 
-def narrow_places(job: Job, saved: Path, structures: Structures) -> dict[str, Any] | None:
+def find_saved_bottlenecks(job: RunJob, saved: Path, structures: Structures) -> dict[str, Any] | None:
     """The bottlenecks that a saved saliency shows; None for a method that ranks every layer by itself."""
-    ours = parse(job.config.model.name)[0] == "sosp" and not getattr(job.start, "sosp_recipes", ())
-    cost: CostOf | None = (lambda factors: growth_for(job).cost(factors)) if ours else None
+    ours = parse_network_name(job.config.model.name)[0] == "sosp" and not getattr(job.start, "sosp_recipes", ())
+    cost: CostOf | None = (lambda factors: make_growth(job).cost(factors)) if ours else None
     try:
         return bottlenecks(read_saliency(saved), structures=structures, cost=cost).as_dict()
     except ArgumentError:
         return None
 
 
-def details(model: nn.Module, found: Pruned, section: Pruning, scored: Source) -> dict[str, Any]:
+def collect_details(model: nn.Module, found: Pruned, section: PruningSection, scored: Source) -> dict[str, Any]:
     """``layers`` and, unless the section says otherwise, ``losses``, on the examples that it was ``scored`` with."""
-    layers = widths(found, Style(section.join, section.round_to))
-    return {"layers": layers, "losses": losses(model, found, scored) if section.curve else None}
+    layers = list_widths(found, LayoutStyle(section.join, section.round_to))
+    return {"layers": layers, "losses": measure_losses(model, found, scored) if section.curve else None}
 
 
 # --- widths ---------------------------------------------------------------------------------------------
 
 
-def widths(found: Pruned, style: Style) -> list[dict[str, Any]]:
+def list_widths(found: Pruned, style: LayoutStyle) -> list[dict[str, Any]]:
     """Every layer in the order of the network: the stream it reads and the one it writes, channels before and left."""
     structures, flow = found.saliency.structures, found.saliency.structures.flow
     if flow is None:
         return []
     layout = (found.plan or plan_removal(flow, found.mask, style)).layout
-    number = streams(structures.wiring)
+    number = number_streams(structures.wiring)
 
     def record(d: Any) -> dict[str, Any]:
         name, gone = d.module or d.weight, d.weight in layout.emptied
@@ -73,7 +73,7 @@ def widths(found: Pruned, style: Style) -> list[dict[str, Any]]:
     return [record(d) for d in flow.graph.dense.values()]
 
 
-def streams(wiring: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
+def number_streams(wiring: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
     """Layer -> the number of the stream it writes into; what meets in front of a layer is one stream, 0 the input."""
     first: dict[str, str] = {INPUT: INPUT}
 
@@ -93,9 +93,9 @@ def streams(wiring: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
 # --- losses ---------------------------------------------------------------------------------------------
 
 
-def losses(model: nn.Module, found: Pruned, scored: Source) -> dict[str, Any]:
+def measure_losses(model: nn.Module, found: Pruned, scored: Source) -> dict[str, Any]:
     """The loss after the first structures are gone, after more, after all: measured, and as the derivatives say."""
-    order = removal_order(found.saliency, found.mask)
+    order = order_removals(found.saliency, found.mask)
     counts = sorted({round(k * len(order) / POINTS) for k in range(POINTS + 1)})
     some = scored.subset(min(EXAMPLES, len(scored)), 0)  # of all classes, also where files lie in their order
     return {
@@ -104,7 +104,7 @@ def losses(model: nn.Module, found: Pruned, scored: Source) -> dict[str, Any]:
     }
 
 
-def removal_order(saliency: Saliency, mask: Mask) -> Tensor:
+def order_removals(saliency: Saliency, mask: Mask) -> Tensor:
     """The structures of the mask, those first that would go first if all were ranked together."""
     structures = saliency.structures
     ids = [
@@ -113,18 +113,18 @@ def removal_order(saliency: Saliency, mask: Mask) -> Tensor:
         if layer.name in mask.removed
     ]
     gone = torch.cat(ids).unique() if ids else torch.zeros(0, dtype=torch.long)
-    return gone[ranks_of(saliency).cpu()[gone].argsort()]
+    return gone[rank_structures(saliency).cpu()[gone].argsort()]
 
 
 def _point(model: nn.Module, saliency: Saliency, gone: Tensor, some: Source) -> dict[str, Any]:
     left = masked(model, Mask.from_structures(saliency.structures, gone)) if len(gone) else model
     tested = evaluate(left, some)
-    changes = predicted(saliency, gone) if saliency.method in DERIVATIVES else {}
+    changes = predict_changes(saliency, gone) if saliency.method in DERIVATIVES else {}
     found = {"loss": tested.loss, "top1": tested.top1, **changes}
     return {"removed": len(gone), **{k: v if math.isfinite(v) else None for k, v in found.items()}}
 
 
-def predicted(saliency: Saliency, gone: Tensor) -> dict[str, float]:
+def predict_changes(saliency: Saliency, gone: Tensor) -> dict[str, float]:
     """The change of the loss, ``-sum f_s`` and ``-sum f_s + 1/2 sum H_ss'`` over what is gone.
 
     Where pairs are not known, the second sum is over the terms that the method has instead: ``(H 1)_s`` for SOSP-H,

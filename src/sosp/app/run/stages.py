@@ -9,35 +9,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from sosp.app.config import Pruning, Training
-from sosp.app.run.compare import run_comparison
-from sosp.app.run.expand import run_expansion
-from sosp.app.run.folder import DETAILS, SALIENCY, Run
-from sosp.app.run.job import Job, mask_of, structures_for, teacher_for
-from sosp.app.run.report_details import details, narrow_places
+from sosp.app.config import PruningSection, TrainingSection
+from sosp.app.run.comparison_stage import run_comparison
+from sosp.app.run.expansion_stage import run_expansion
+from sosp.app.run.job import RunJob, find_job_structures, load_teacher, read_mask
+from sosp.app.run.report_details import collect_details, find_saved_bottlenecks
+from sosp.app.run.run_folder import DETAILS, SALIENCY, RunFolder
 from sosp.baselines import Slimming
 from sosp.core import distributed
-from sosp.core.documents import write_json
+from sosp.core.text_files import write_json
 from sosp.data import Source
 from sosp.graph.cost import Cost
 from sosp.graph.latency import latency
 from sosp.graph.mask import Mask
 from sosp.graph.plan import count
 from sosp.graph.records import Saliency
-from sosp.pipeline import Pruned, cut, repaired_cut, train
+from sosp.pipeline import Pruned, prune_and_repair, select_and_shrink, train
 from sosp.refit import Repaired
 from sosp.scoring.score import score
-from sosp.selection.saved_saliency import keep_saliency
+from sosp.selection.saved_saliency import save_saliency
 from sosp.surgery.checkpoint import save
 from sosp.training import Epoch, evaluate, recalibrate
-from sosp.training.initial_statistics import settled
+from sosp.training.initial_statistics import recalibrate_untrained
 from sosp.training.watcher import Watcher
 
 BATCH = 250  # of the data that is scored with; passes cut it to what fits
 
 
 @dataclass(frozen=True, eq=False)
-class Stand:
+class StageInput:
     """Where a run stands when a stage begins."""
 
     model: nn.Module
@@ -48,9 +48,9 @@ class Stand:
 # --- training and fine-tuning ---------------------------------------------------------------------------
 
 
-def run_training(stage: str, job: Job, stand: Stand, run: Run, watch: Watcher) -> dict[str, Any]:
+def run_training(stage: str, job: RunJob, stand: StageInput, run: RunFolder, watch: Watcher) -> dict[str, Any]:
     """Train the network, save the result; its figures."""
-    section: Training = getattr(job.config, stage)
+    section: TrainingSection = getattr(job.config, stage)
     schedule = section.plan()
     watch.event("begin", {"stage": stage, "epochs": schedule.epochs, "schedule": asdict(schedule)})
 
@@ -66,20 +66,20 @@ def run_training(stage: str, job: Job, stand: Stand, run: Run, watch: Watcher) -
         seed=job.config.run.seed,
         device=job.device,
         speed=section.speed,
-        teacher=teacher_for(job, stage, stand.before),
+        teacher=load_teacher(job, stage, stand.before),
         companion=None if section.slimming is None else Slimming(section.slimming),
         on_epoch=on_epoch,
         on_step=lambda done, total, moment: watch.step(stage, done, total, moment),
         save_every=section.save_every,
     )
-    model = plain(trained.average if trained.average is not None else trained.model)
+    model = restore_layout(trained.average if trained.average is not None else trained.model)
     seconds = time.perf_counter() - started
     _keep(run, stage, model, stand.mask)
     once = latency(model, job.example).median
-    return {"epochs": schedule.epochs, "seconds": seconds, **figures(job, model, once)}
+    return {"epochs": schedule.epochs, "seconds": seconds, **measure_network(job, model, once)}
 
 
-def plain(model: nn.Module) -> nn.Module:
+def restore_layout(model: nn.Module) -> nn.Module:
     """In eval mode and in the usual layout, whatever made training fast."""
     return model.to(memory_format=torch.contiguous_format).eval()  # type: ignore[call-overload]
 
@@ -87,43 +87,43 @@ def plain(model: nn.Module) -> nn.Module:
 # --- pruning --------------------------------------------------------------------------------------------
 
 
-def run_pruning(stage: str, job: Job, stand: Stand, run: Run, watch: Watcher) -> dict[str, Any]:
+def run_pruning(stage: str, job: RunJob, stand: StageInput, run: RunFolder, watch: Watcher) -> dict[str, Any]:
     """Score, select, shrink, save; the figures before and after."""
     section = job.config.prune
     assert section is not None
     watch.event("begin", {"stage": stage, "method": section.method, "budget": section.budget})
-    found, scoring = pruned(job, stand.model, section)
+    found, scoring = prune_network(job, stand.model, section)
     small = found.model
     if section.recalibrate:
         small = recalibrate(small, job.dataset.train, seed=job.config.run.seed)
     times = latency({"before": stand.model, "after": small}, job.example)
-    inside = details(stand.model, found, section, scored_with(job, section))
+    inside = collect_details(stand.model, found, section, take_scoring_examples(job, section))
     if run.writes:
-        keep_saliency(run.folder / SALIENCY, found.saliency, found.mask)
-        narrow = narrow_places(job, run.folder / SALIENCY, found.saliency.structures)
+        save_saliency(run.folder / SALIENCY, found.saliency, found.mask)
+        narrow = find_saved_bottlenecks(job, run.folder / SALIENCY, found.saliency.structures)
         write_json(run.folder / DETAILS, {**inside, "bottlenecks": narrow})
     _keep(run, stage, small, found.mask)
     return {
-        **({} if found.repaired is None else {"repair": errors_of(found.repaired)}),
+        **({} if found.repaired is None else {"repair": summarize_repair(found.repaired)}),
         "method": section.method,
         "structures": found.mask.structures,
         "removed": found.mask.chosen,
         "scoring_seconds": scoring,
-        "before": figures(job, stand.model, times["before"].median, found.cost_before),
-        **figures(job, small, times["after"].median, found.cost_after),
+        "before": measure_network(job, stand.model, times["before"].median, found.cost_before),
+        **measure_network(job, small, times["after"].median, found.cost_after),
     }
 
 
-def pruned(job: Job, model: nn.Module, section: Pruning) -> tuple[Pruned, float]:
+def prune_network(job: RunJob, model: nn.Module, section: PruningSection) -> tuple[Pruned, float]:
     """The smaller network, by what the section says, and the seconds that scoring took."""
-    examples = scored_with(job, section)
+    examples = take_scoring_examples(job, section)
     times: list[float] = []
 
     def scored(network: nn.Module) -> Saliency:
-        structures = structures_for(job, network)
+        structures = find_job_structures(job, network)
         started = time.perf_counter()
         saliency = score(
-            settled(network, job.dataset.train, job.config.run.seed),
+            recalibrate_untrained(network, job.dataset.train, job.config.run.seed),
             examples.ordered(batch=BATCH),
             method=section.method,
             structures=structures,
@@ -136,19 +136,19 @@ def pruned(job: Job, model: nn.Module, section: Pruning) -> tuple[Pruned, float]
         return saliency
 
     if section.repair:
-        found = repaired_cut(model, job.dataset.train, job.example, section.choice, scored, section.rounds)
+        found = prune_and_repair(model, job.dataset.train, job.example, section.choice, scored, section.rounds)
     else:
-        found = cut(model, scored(model), job.example, section.choice)
+        found = select_and_shrink(model, scored(model), job.example, section.choice)
     return found, sum(times)
 
 
-def errors_of(repaired: Repaired) -> dict[str, Any]:
+def summarize_repair(repaired: Repaired) -> dict[str, Any]:
     """What a repair did, for the report."""
     names = ("agreement_before", "agreement_after", "examples", "seconds")
     return {"layers": [asdict(x) for x in repaired.layers], **{name: getattr(repaired, name) for name in names}}
 
 
-def scored_with(job: Job, section: Pruning) -> Source:
+def take_scoring_examples(job: RunJob, section: PruningSection) -> Source:
     """The training examples that structures are scored with."""
     train_set = job.dataset.train
     return train_set.subset(min(section.examples, len(train_set)), job.config.run.seed).to(job.device)
@@ -157,7 +157,7 @@ def scored_with(job: Job, section: Pruning) -> Source:
 # --- what all stages share ------------------------------------------------------------------------------
 
 
-def figures(job: Job, model: nn.Module, seconds: float, cost: Cost | None = None) -> dict[str, Any]:
+def measure_network(job: RunJob, model: nn.Module, seconds: float, cost: Cost | None = None) -> dict[str, Any]:
     """Accuracy on the test data, parameters, MACs, the bytes of its tensors, the time measured for the example."""
     cost = cost or count(model, job.example)
     tested = {} if job.data is None else asdict(evaluate(model, job.data.test, device=job.device))
@@ -165,7 +165,7 @@ def figures(job: Job, model: nn.Module, seconds: float, cost: Cost | None = None
     return {**tested, "params": cost.params, "macs": cost.macs, "latency": seconds, "bytes": size}
 
 
-def _keep(run: Run, stage: str, model: nn.Module, mask: Mask | None) -> None:
+def _keep(run: RunFolder, stage: str, model: nn.Module, mask: Mask | None) -> None:
     if run.writes:
         save(run.file(stage), model, mask)
 
@@ -179,19 +179,19 @@ STAGES = {
 }
 
 
-def carry_out(job: Job, run: Run, watch: Watcher) -> dict[str, Any]:
+def run_stages(job: RunJob, run: RunFolder, watch: Watcher) -> dict[str, Any]:
     """All stages that are not done yet, one after the other; the results of all."""
-    stand = Stand(job.start, None, mask_of(job.config.model.weights))
+    stand = StageInput(job.start, None, read_mask(job.config.model.weights))
     for stage in job.config.stages:
         if not run.done(stage):
             found = STAGES[stage](stage, job, stand, run, watch)
             run.finish(stage, found)
             watch.event("end", {"stage": stage, "file": str(run.file(stage)), **found})
-        distributed.wait()
+        distributed.wait_for_ranks()
         if stage in ("compare", "expand"):
             continue
         # Always from the file: a run that was interrupted goes on with the same numbers as one that was not.
         model = job.loaded(run.file(stage))
         before = stand.model if stage == "prune" else stand.before
-        stand = replace(stand, model=model, before=before, mask=mask_of(run.file(stage)))
+        stand = replace(stand, model=model, before=before, mask=read_mask(run.file(stage)))
     return run.results

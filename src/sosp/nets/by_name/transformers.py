@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sosp.core.packages import import_package
-from sosp.errors import ArgumentError, nearest
+from sosp.core.optional_packages import import_package
+from sosp.errors import ArgumentError, suggest_name
 from sosp.nets import Width
-from sosp.nets.by_name.source import ROWS, Source
+from sosp.nets.by_name.network_source import ROWS, NetworkSource
 
 TOKENS = 16  # of an example for a language model
 # The heads that fit labelled data, best first: (the table of classes by type, the class that makes one).
@@ -58,7 +58,7 @@ def _default(hub: Any, name: str) -> Any:
         return hub.AutoConfig.for_model(name)
     found = "has no config.json" if Path(name).is_dir() else "is no folder"
     raise ArgumentError(
-        f"hf:{name}: {name} {found}, and no type of transformers.{nearest(name, types)} "
+        f"hf:{name}: {name} {found}, and no type of transformers.{suggest_name(name, types)} "
         "Nothing is downloaded: give a folder with a config.json (and model.safetensors for its weights)."
     )
 
@@ -89,4 +89,4 @@ def _example(name: str, model: nn.Module) -> Any:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
-HF = Source(_make, _example)
+HF = NetworkSource(_make, _example)

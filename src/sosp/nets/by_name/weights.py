@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from sosp.core.files import KEY, as_path, line
+from sosp.core.safetensors_files import KEY, describe_error, parse_path
 from sosp.errors import CheckpointError
 from sosp.surgery.checkpoint import load
 
@@ -21,15 +21,15 @@ PREFIXES = ("module.", "_orig_mod.")  # what DataParallel and torch.compile put 
 NAMED = 3  # tensors that a message lists
 
 
-def weighted(model: nn.Module, path: str | Path) -> nn.Module:
+def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
     """A copy of ``model`` with the weights in the file: a state dict, or what ``sosp.save`` wrote.
 
     The file is read without executing anything in it (``weights_only=True``). A network that ``sosp.shrink`` made is
     rebuilt from ``model``, the original one. ``{"state_dict": ...}`` around the state dict and ``module.`` before all
     names are understood.
     """
-    file = as_path(path)
-    if _ours(file):
+    file = parse_path(path)
+    if _is_ours(file):
         return load(file, model)
     state = read_state(file)
     _check(model, state, file)
@@ -38,9 +38,9 @@ def weighted(model: nn.Module, path: str | Path) -> nn.Module:
     return twin
 
 
-def digest(path: str | Path) -> str:
+def hash_weights_file(path: str | Path) -> str:
     """sha256 of a file."""
-    file = as_path(path)
+    file = parse_path(path)
     _exists(file)
     with open(file, "rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
@@ -51,14 +51,14 @@ def digest(path: str | Path) -> str:
 
 def read_state(path: str | Path) -> dict[str, Tensor]:
     """The state dict in a file, without wrappers and prefixes."""
-    file = as_path(path)
+    file = parse_path(path)
     found = _safetensors(file) if _is_safetensors(file) else _torch_file(file)
     for key in WRAPPERS:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
     if not isinstance(found, Mapping) or not found or not all(isinstance(x, Tensor) for x in found.values()):
         raise CheckpointError(f"{file}: holds {_shape_of(found)}, not a state dict (names and tensors).")
-    return _unprefixed({str(name): x for name, x in found.items()})
+    return _strip_prefixes({str(name): x for name, x in found.items()})
 
 
 def _exists(file: Path) -> None:
@@ -73,7 +73,7 @@ def _is_safetensors(file: Path) -> bool:
         return opened.read(9)[8:] == b"{"
 
 
-def _ours(file: Path) -> bool:
+def _is_ours(file: Path) -> bool:
     """Whether sosp.save wrote it."""
     if not _is_safetensors(file):
         return False
@@ -81,7 +81,7 @@ def _ours(file: Path) -> bool:
         with safe_open(file, framework="pt", device="cpu") as opened:
             return KEY in (opened.metadata() or {})
     except Exception as error:  # of its own kind in every version
-        raise CheckpointError(f"{file}: is truncated or damaged ({line(error)}).") from error
+        raise CheckpointError(f"{file}: is truncated or damaged ({describe_error(error)}).") from error
 
 
 def _safetensors(file: Path) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ def _safetensors(file: Path) -> dict[str, Tensor]:
         with safe_open(file, framework="pt", device="cpu") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except Exception as error:
-        raise CheckpointError(f"{file}: is truncated or damaged ({line(error)}).") from error
+        raise CheckpointError(f"{file}: is truncated or damaged ({describe_error(error)}).") from error
 
 
 def _torch_file(file: Path) -> Any:
@@ -97,12 +97,12 @@ def _torch_file(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and torch each have their own
         raise CheckpointError(
-            f"{file}: cannot be read as weights ({line(error)}). Wanted is a state dict: save it with "
+            f"{file}: cannot be read as weights ({describe_error(error)}). Wanted is a state dict: save it with "
             "safetensors.torch.save_file(model.state_dict(), ...) or torch.save(model.state_dict(), ...)."
         ) from error
 
 
-def _unprefixed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _strip_prefixes(state: dict[str, Tensor]) -> dict[str, Tensor]:
     for prefix in (*PREFIXES, *PREFIXES):  # one may be around the other
         if all(name.startswith(prefix) for name in state):
             state = {name.removeprefix(prefix): x for name, x in state.items()}

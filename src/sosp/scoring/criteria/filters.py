@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.core.layers import layer_type
+from sosp.core.layer_types import find_layer_type
 from sosp.graph.records import Structures
-from sosp.scoring.passes import wide
+from sosp.scoring.passes import convert_to_double
 
 
 def filters_of(model: nn.Module, name: str) -> Tensor:
     """(channels, weights of one filter) of a layer, in double precision; biases are left out."""
     module: Any = model.get_submodule(name)
-    kind = layer_type(module)
+    kind = find_layer_type(module)
     assert kind is not None
-    weight = wide(module.weight.detach())
+    weight = convert_to_double(module.weight.detach())
     if kind.weight_axis == 0:
         return weight.flatten(1)
     groups = getattr(module, "groups", 1)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from sosp.core.batches import check_device
-from sosp.core.borrow import home
-from sosp.graph.cost import cost_of, whole_cost
+from sosp.core.borrowed_model import find_device
+from sosp.graph.cost import compute_cost, compute_whole_cost
 from sosp.graph.records import Structures
 from sosp.scoring.criteria.filters import summed
-from sosp.scoring.example_gradients import areas, squared_gradients
+from sosp.scoring.example_gradients import count_channel_elements, squared_gradients
 from sosp.scoring.method import Values
 from sosp.scoring.method_options import Options
 from sosp.scoring.passes import Problem
@@ -43,19 +43,19 @@ def group_fisher(problem: Problem, options: Options) -> Values:
     chunks = iter(problem.chunks)
     head = next(chunks, None)
     if head is None:
-        return _per(problem, torch.ones(len(problem.structures)))  # refused there: the data is empty
-    check_device(head, home(problem.model))
-    layers, held = problem.structures.layers, areas(problem, head.rows(0, 1))
+        return _divide_by_size(problem, torch.ones(len(problem.structures)))  # refused there: the data is empty
+    check_device(head, find_device(problem.model))
+    layers, held = problem.structures.layers, count_channel_elements(problem, head.rows(0, 1))
     sizes = summed(problem.structures, [torch.full((x.channels,), a) for x, a in zip(layers, held, strict=True)])
-    return _per(replace(problem, chunks=chain([head], chunks)), sizes)
+    return _divide_by_size(replace(problem, chunks=chain([head], chunks)), sizes)
 
 
 def group_fisher_macs(problem: Problem, options: Options) -> Values:
     """The same over the multiply-accumulates that go with the channel, in the layers that make it and that read it."""
-    return _per(problem, saved_macs(problem.structures))
+    return _divide_by_size(problem, saved_macs(problem.structures))
 
 
-def _per(problem: Problem, sizes: Tensor) -> Values:
+def _divide_by_size(problem: Problem, sizes: Tensor) -> Values:
     count, _, squares = squared_gradients(problem)
     return Values(squares / sizes.clamp_min(1.0).to(squares), count)
 
@@ -67,30 +67,30 @@ def saved_macs(structures: Structures) -> Tensor:
     """
     flow = structures.flow
     assert flow is not None  # structures are coupled, which needs it
-    whole = whole_cost(flow).macs
+    whole = compute_whole_cost(flow).macs
     norms = {layer.name: layer.norms for layer in structures.layers}
-    places = _places(flow)
-    keys: list[list[Place]] = [[] for _ in range(len(structures))]
+    places = _find_channel_uses(flow)
+    keys: list[list[ChannelUse]] = [[] for _ in range(len(structures))]
     for layer, ids in zip(structures.layers, structures.ids, strict=True):
         for c, s in enumerate(ids.tolist()):
             keys[s] += places[layer.name][c] if s >= 0 else ()
     found = torch.zeros(len(structures))
-    known: dict[tuple[Place, ...], float] = {}
+    known: dict[tuple[ChannelUse, ...], float] = {}
     for s, key in enumerate(map(tuple, keys)):
         if key not in known:
             removed = flow.removed(structures.channels_of(torch.tensor([s])), norms)
-            known[key] = whole - cost_of(flow, flow.layout(removed)).macs
+            known[key] = whole - compute_cost(flow, flow.layout(removed)).macs
         found[s] = known[key]
     return found
 
 
-Place = tuple[str, int, int]  # a layer's weight, and how many channels it makes and reads
+ChannelUse = tuple[str, int, int]  # a layer's weight, and how many channels it makes and reads
 
 
-def _places(flow: Any) -> dict[str, list[tuple[Place, ...]]]:
+def _find_channel_uses(flow: Any) -> dict[str, list[tuple[ChannelUse, ...]]]:
     """Layer -> channel -> every layer that makes or reads what flows together with it, and how many channels of it."""
     together, _ = flow.coupled()
-    found: dict[int, list[Place]] = {}
+    found: dict[int, list[ChannelUse]] = {}
     for d in flow.graph.dense.values():
         made, read = (np.bincount(together[ids], minlength=len(together)) for ids in (d.out, d.into[0]))
         for c in np.flatnonzero(made + read).tolist():

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sosp.scoring.criteria.filters import filters_of, summed
 from sosp.scoring.method_options import Options
-from sosp.scoring.passes import Problem, wide
+from sosp.scoring.passes import Problem, convert_to_double
 
 
 def l1(problem: Problem, options: Options) -> Tensor:
@@ -26,5 +26,5 @@ def _norms(problem: Problem, p: float) -> Tensor:
     model, structures = problem.model, problem.structures
     if structures.kind == "weights":
         weights = [model.get_parameter(layer.name).detach() for layer in structures.layers]
-        return summed(structures, [wide(w).abs().flatten() for w in weights])
+        return summed(structures, [convert_to_double(w).abs().flatten() for w in weights])
     return summed(structures, [filters_of(model, layer.name).norm(p, dim=1) for layer in structures.layers])

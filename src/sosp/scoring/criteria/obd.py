@@ -26,8 +26,15 @@ from torch import Tensor
 
 from sosp.errors import DataError, StructureError
 from sosp.graph.records import Structures
-from sosp.scoring.gauss_newton import examples_apart
-from sosp.scoring.kronecker import Measure, layer_means, outer, patches, refuse_others, rows
+from sosp.scoring.gauss_newton import has_examples_first
+from sosp.scoring.kronecker_factors import (
+    CurvatureMeasure,
+    check_layer_types,
+    extract_patches,
+    flatten_positions,
+    measure_curvature,
+    sum_outer_products,
+)
 from sosp.scoring.method import Values
 from sosp.scoring.method_options import Options
 from sosp.scoring.passes import Problem
@@ -37,28 +44,32 @@ BLOCK = 2**24  # elements of per-example gradients and patches at once
 
 def obd(problem: Problem, options: Options) -> Values:
     """``1/2 sum_ij G_ij E[z_i z_j]`` over the channels i, j that a structure has in a layer, summed over its layers."""
-    measure = ALONE if _alone(problem.structures) else TOGETHER
-    count, found = layer_means(problem, measure, generator=options.generator, labels=options.classes)
+    measure = DIAGONAL_MEASURE if _has_single_channels(problem.structures) else MATRIX_MEASURE
+    count, found = measure_curvature(problem, measure, generator=options.generator, labels=options.classes)
     return Values(_per_structure(problem.structures, [A * G for A, G in found.values() if A is not None]), count)
 
 
 def obd_diagonal(problem: Problem, options: Options) -> Values:
     """``1/2 sum_j w_sj^2 E_n[(dl_n/dw_sj)^2]`` over the weights and the bias of a structure."""
-    refuse_others(problem, "method='obd-diagonal'", grouped=True)
-    problem = _examples_first(problem)
-    measure = Measure(_weight_squares, once=True)
-    count, found = layer_means(problem, measure, generator=options.generator, labels=options.classes)
+    check_layer_types(problem, "method='obd-diagonal'", grouped=True)
+    problem = _check_examples_first(problem)
+    measure = CurvatureMeasure(_weight_squares, once=True)
+    count, found = measure_curvature(problem, measure, generator=options.generator, labels=options.classes)
     return Values(_per_structure(problem.structures, [F for _, F in found.values()]), count)
 
 
 # One number per channel where a structure has one channel in a layer, else a matrix.
-ALONE = Measure(
-    lambda layer, x: lambda g: rows(layer, g).square().sum(0), lambda layer, x, z: rows(layer, z).square().sum(0)
+DIAGONAL_MEASURE = CurvatureMeasure(
+    lambda layer, x: lambda g: flatten_positions(layer, g).square().sum(0),
+    lambda layer, x, z: flatten_positions(layer, z).square().sum(0),
 )
-TOGETHER = Measure(lambda layer, x: lambda g: outer(rows(layer, g)), lambda layer, x, z: outer(rows(layer, z)))
+MATRIX_MEASURE = CurvatureMeasure(
+    lambda layer, x: lambda g: sum_outer_products(flatten_positions(layer, g)),
+    lambda layer, x, z: sum_outer_products(flatten_positions(layer, z)),
+)
 
 
-def _alone(structures: Structures) -> bool:
+def _has_single_channels(structures: Structures) -> bool:
     """Whether no structure has two channels in one layer."""
     return all(len(own := ids[ids >= 0]) == len(own.unique()) for ids in structures.ids)
 
@@ -93,21 +104,21 @@ def _weight_squares(layer: Any, x: Tensor) -> Callable[[Tensor], Tensor]:
 def _blocks(layer: Any, x: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """A few examples at a time: what each group of filters sees, and the gradient of what it gives."""
     groups = getattr(layer, "groups", 1)
-    back = rows(layer, g).view(len(g), -1, groups, len(layer.weight) // groups)
+    back = flatten_positions(layer, g).view(len(g), -1, groups, len(layer.weight) // groups)
     each = layer.weight.numel() + back.shape[1] * layer.weight[0].numel() * groups
     few = max(1, BLOCK // each)
     for i in range(0, len(g), few):
-        seen = patches(layer, x[i : i + few])
+        seen = extract_patches(layer, x[i : i + few])
         yield seen.unflatten(-1, (groups, -1)), back[i : i + few]
 
 
-def _examples_first(problem: Problem) -> Problem:
+def _check_examples_first(problem: Problem) -> Problem:
     """The same problem, unless a layer's first dimension is not the example: gradients could not be told apart."""
     chunks = iter(problem.chunks)
     head = next(chunks, None)
     if head is None:
         raise DataError("the data is empty: there is not one example to score with.")
-    if not examples_apart(problem, head if head.size > 2 else head.twice().twice()):
+    if not has_examples_first(problem, head if head.size > 2 else head.twice().twice()):
         raise StructureError(
             "method='obd-diagonal' squares the gradient of every example, and a layer of this network mixes examples "
             "with positions in its first dimension. Exclude such layers, or use method='obd'."

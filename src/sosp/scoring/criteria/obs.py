@@ -23,13 +23,13 @@ def sosp_obs(problem: Problem, options: Options) -> Values:
     """
     found = gauss_newton(problem, classes=options.classes, generator=options.generator)
     assert found.pairs is not None
-    order, costs = eliminated(found.pairs, DAMPING)
+    order, costs = eliminate_structures(found.pairs, DAMPING)
     values = torch.empty_like(costs)
     values[order] = costs.cumsum(0)
     return Values(values, found.examples)
 
 
-def eliminated(Q: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+def eliminate_structures(Q: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """(S,) the structures in the order in which they go, and what each one then costs."""
     S = len(Q)
     H = Q.double()

@@ -10,7 +10,7 @@ from torch import Tensor
 from sosp.graph.records import Layer
 from sosp.scoring.criteria.filters import summed
 from sosp.scoring.method_options import Options
-from sosp.scoring.passes import Problem, wide
+from sosp.scoring.passes import Problem, convert_to_double
 
 
 def slimming(problem: Problem, options: Options) -> Tensor:
@@ -26,4 +26,4 @@ def slimming(problem: Problem, options: Options) -> Tensor:
 def _scales(problem: Problem, layer: Layer) -> Tensor:
     """(channels,) of all norms that belong to a layer; it has several where it is called several times."""
     norms: list[Any] = [problem.model.get_submodule(name) for name in layer.norms]
-    return torch.stack([wide(norm.weight.detach()).abs() for norm in norms]).sum(0)
+    return torch.stack([convert_to_double(norm.weight.detach()).abs() for norm in norms]).sum(0)

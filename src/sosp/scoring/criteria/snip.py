@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from sosp.scoring.derivatives import gradient, weight_terms
+from sosp.scoring.derivatives import compute_weight_terms, gradient
 from sosp.scoring.method_options import Options
 from sosp.scoring.passes import Problem, Terms
 
@@ -23,7 +23,7 @@ def snip(problem: Problem, options: Options) -> Terms:
     """
     structures = problem.structures
     if structures.kind == "weights":
-        terms = weight_terms(problem, second_order=False)
+        terms = compute_weight_terms(problem, second_order=False)
     else:
         terms = gradient(replace(problem, structures=replace(structures, gate="weights")))
     return replace(terms, first=_normalised(terms.first))

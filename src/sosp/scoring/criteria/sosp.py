@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sosp.core.borrow import home
-from sosp.scoring.derivatives import full_hessian, gradient, hessian_vector, weight_terms
+from sosp.core.borrowed_model import find_device
+from sosp.scoring.derivatives import compute_weight_terms, full_hessian, gradient, hessian_vector
 from sosp.scoring.gauss_newton import gauss_newton
 from sosp.scoring.method_options import Options
 from sosp.scoring.passes import Problem, Terms
@@ -15,7 +15,7 @@ from sosp.scoring.passes import Problem, Terms
 def sosp_h(problem: Problem, options: Options) -> Terms:
     """Eq. 6: ``theta_s . g`` and ``theta_s . (H theta_struc)``, the exact Hessian times the sum of all structures."""
     if problem.structures.kind == "weights":
-        return weight_terms(problem, second_order=True)
+        return compute_weight_terms(problem, second_order=True)
     return hessian_vector(problem)
 
 
@@ -32,7 +32,7 @@ def sosp_i_diagonal(problem: Problem, options: Options) -> Terms:
 def first_order(problem: Problem, options: Options) -> Terms:
     """Either SOSP with H := 0."""
     if problem.structures.kind == "weights":
-        return weight_terms(problem, second_order=False)
+        return compute_weight_terms(problem, second_order=False)
     return gradient(problem)
 
 
@@ -45,4 +45,4 @@ def random(problem: Problem, options: Options) -> Tensor:
     """App. A.10: a ranking that knows nothing (one uniform number per structure)."""
     generator = options.generator or torch.Generator().manual_seed(0)
     values = torch.rand(len(problem.structures), generator=generator, device=generator.device)
-    return values.to(home(problem.model))
+    return values.to(find_device(problem.model))

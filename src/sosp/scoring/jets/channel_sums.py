@@ -3,7 +3,7 @@
 from torch import Tensor
 
 
-def channel_sums(x: Tensor, axis: int, each: bool) -> Tensor:
+def sum_per_channel(x: Tensor, axis: int, each: bool) -> Tensor:
     """(C,), or (N, C) with ``each`` example by itself.
 
     As a product with a vector of ones: on the layouts that occur this reads the memory once, at full speed, where

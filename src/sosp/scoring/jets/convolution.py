@@ -24,7 +24,7 @@ class ConvPlan:
         return self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), self.groups
 
 
-def conv_plan(weight: Tensor, rest: tuple[Any, ...], given: dict[str, Any]) -> ConvPlan | None:
+def plan_convolution(weight: Tensor, rest: tuple[Any, ...], given: dict[str, Any]) -> ConvPlan | None:
     """The plan of a call ``conv(x, weight, bias, *rest, **given)``, or None where it is unusual."""
     options = dict(zip(("stride", "padding", "dilation", "groups"), rest, strict=False)) | given
     if weight.requires_grad or isinstance(options.get("padding"), str):
@@ -54,7 +54,7 @@ class FrozenConv(torch.autograd.Function):
         ctx.plan, ctx.shape = plan, p.shape
         if t is None:
             return torch.convolution(p, weight, bias, *plan.tail), None
-        both = side_by_side(p, t)
+        both = join_adjacent(p, t)
         if both is None:
             return torch.convolution(p, weight, bias, *plan.tail), torch.convolution(t, weight, None, *plan.tail)
         out = torch.convolution(both, weight, None, *plan.tail)
@@ -65,16 +65,16 @@ class FrozenConv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, A: Tensor | None, B: Tensor | None) -> tuple[Tensor | None, ...]:
-        both = None if A is None or B is None else side_by_side(A, B)
+        both = None if A is None or B is None else join_adjacent(A, B)
         if both is None:
-            return _into_input(ctx, A), _into_input(ctx, B), None, None, None
-        grads = _into_input(ctx, both)
+            return _input_gradient(ctx, A), _input_gradient(ctx, B), None, None, None
+        grads = _input_gradient(ctx, both)
         assert grads is not None
         n = ctx.shape[0]
         return grads[:n], grads[n:], None, None, None
 
 
-def _into_input(ctx: Any, grad: Tensor | None) -> Tensor | None:
+def _input_gradient(ctx: Any, grad: Tensor | None) -> Tensor | None:
     if grad is None:
         return None
     (weight,) = ctx.saved_tensors
@@ -90,7 +90,7 @@ def _channels_last(x: Tensor) -> bool:
     return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
-def side_by_side(p: Tensor, t: Tensor) -> Tensor | None:
+def join_adjacent(p: Tensor, t: Tensor) -> Tensor | None:
     """Both as one tensor of twice the examples, if t begins where p ends."""
     dense = p.is_contiguous() or _channels_last(p)
     if not dense or p.shape != t.shape or p.stride() != t.stride() or t.data_ptr() != p.data_ptr() + p.nbytes:

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from sosp.scoring.jets import triton_kernels
-from sosp.scoring.jets.channel_sums import channel_sums
+from sosp.scoring.jets.channel_sums import sum_per_channel
 
 
 @dataclass(frozen=True)
-class Plan:
+class EpiloguePlan:
     """``axis`` of the channels; whether the gate acts before scale and shift; whether a ReLU ends it."""
 
     axis: int
@@ -33,7 +33,7 @@ class Plan:
     relu: bool
 
 
-class Parts(NamedTuple):
+class ForwardInputs(NamedTuple):
     """The tensors of a forward step; those that are absent are None."""
 
     c: Tensor
@@ -46,7 +46,7 @@ class Parts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Back:
+class BackwardInputs:
     """What a backward step works on."""
 
     A: Tensor | None
@@ -66,9 +66,9 @@ class Back:
         return self.A, self.B, self.base, self.dbase, self.a, self.d, self.scale, self.shift
 
 
-def epilogue(
+def apply_epilogue(
     p: Tensor, t: Tensor | None, r: Tensor | None, dr: Tensor | None, gate: Tensor | None, d: Tensor | None,
-    scale: Tensor | None, shift: Tensor | None, plan: Plan,
+    scale: Tensor | None, shift: Tensor | None, plan: EpiloguePlan,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The value and the tangent after everything pending."""
     return Epilogue.apply(p, t, r, dr, gate, d, scale, shift, plan)
@@ -80,10 +80,10 @@ class Epilogue(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, c: Tensor, dc: Tensor | None, r: Tensor | None, dr: Tensor | None, g: Tensor | None,
-        d: Tensor | None, scale: Tensor | None, shift: Tensor | None, plan: Plan,
+        d: Tensor | None, scale: Tensor | None, shift: Tensor | None, plan: EpiloguePlan,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        parts = Parts(c, dc, r, dr, d, scale, shift)
-        y, dy = triton_kernels.forward(parts, plan) if triton_kernels.fit(c) else forward(parts, plan)
+        parts = ForwardInputs(c, dc, r, dr, d, scale, shift)
+        y, dy = triton_kernels.forward(parts, plan) if triton_kernels.is_supported(c) else forward(parts, plan)
         compact = plan.relu and r is None and g is not None
         base, dbase = (y, dy) if compact else (c, dc) if g is not None else (None, None)
         ctx.set_materialize_grads(False)
@@ -95,18 +95,20 @@ class Epilogue(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, A: Tensor | None, B: Tensor | None) -> tuple[Tensor | None, ...]:
-        back = Back(A, B, *ctx.saved_tensors, **ctx.options)
+        back = BackwardInputs(A, B, *ctx.saved_tensors, **ctx.options)
         like = A if A is not None else B
         if like is None:
             return (None,) * 9
-        found = triton_kernels.backward(back, ctx.plan) if triton_kernels.fit(like) else backward(back, ctx.plan)
+        found = (
+            triton_kernels.backward(back, ctx.plan) if triton_kernels.is_supported(like) else backward(back, ctx.plan)
+        )
         return *(x if there else None for x, there in zip(found, ctx.present, strict=True)), None, None, None
 
 
 # With torch's own operations (``triton_kernels`` does the same in one pass over the memory of a GPU) -----------------
 
 
-def forward(parts: Parts, plan: Plan) -> tuple[Tensor, Tensor | None]:
+def forward(parts: ForwardInputs, plan: EpiloguePlan) -> tuple[Tensor, Tensor | None]:
     c, dc, r, dr, d, scale, shift = parts
     at = _shaper(c, plan.axis)
     y, dy = c, dc
@@ -127,7 +129,7 @@ def forward(parts: Parts, plan: Plan) -> tuple[Tensor, Tensor | None]:
     return y.view_as(y) if y is c else y, dc.view_as(dc) if dc is not None and dy is dc else dy
 
 
-def backward(back: Back, plan: Plan) -> tuple[Tensor | None, ...]:
+def backward(back: BackwardInputs, plan: EpiloguePlan) -> tuple[Tensor | None, ...]:
     A, B, base, _, a, d, scale, _ = back.tensors
     if a is not None:
         A = None if A is None else torch.ops.aten.threshold_backward(A, a, 0)
@@ -140,14 +142,14 @@ def backward(back: Back, plan: Plan) -> tuple[Tensor | None, ...]:
     return c, dc, A, B, dg, dd
 
 
-def gate_gradients(back: Back, plan: Plan) -> tuple[Tensor, Tensor]:
+def gate_gradients(back: BackwardInputs, plan: EpiloguePlan) -> tuple[Tensor, Tensor]:
     """(sum z A + v' B, sum z B) over every channel."""
 
     def total(x: Tensor | None, y: Tensor | None) -> Any:
-        return 0.0 if x is None or y is None else channel_sums(x * y, plan.axis, back.each)
+        return 0.0 if x is None or y is None else sum_per_channel(x * y, plan.axis, back.each)
 
     def alone(x: Tensor | None) -> Any:
-        return 0.0 if x is None else channel_sums(x, plan.axis, back.each)
+        return 0.0 if x is None else sum_per_channel(x, plan.axis, back.each)
 
     A, B, base, dbase, _, d, scale, shift = back.tensors
     zA, zB, tB = total(base, A), total(base, B), total(dbase, B)

@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sosp.scoring.jets.epilogue import Plan, epilogue
+from sosp.scoring.jets.epilogue import EpiloguePlan, apply_epilogue
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[Any, Rule] = {}  # how an operation acts on jets (None: any other one); filled by sosp.scoring.jets.rules
 
 
-class Unsupported(Exception):  # noqa: N818
+class UnsupportedError(Exception):
     """This computation does not fit jets; another exact way must be taken."""
 
 
@@ -42,7 +42,7 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingOps:
     """What is still to be done to a jet, channel by channel: gate, affine map (or the other way round), add."""
 
     scale: Tensor | None = None  # (C,)
@@ -57,11 +57,11 @@ class Jet(torch.Tensor):
 
     _p: Tensor
     _t: Tensor | None
-    pending: Pending | None
+    pending: PendingOps | None
     family: list[weakref.ref[Jet]]  # every jet that torch's rules let share memory with this one
 
     @staticmethod
-    def __new__(cls, p: Tensor, t: Tensor | None = None, pending: Pending | None = None) -> Jet:
+    def __new__(cls, p: Tensor, t: Tensor | None = None, pending: PendingOps | None = None) -> Jet:
         self: Any = torch.Tensor._make_wrapper_subclass(
             cls, p.shape, strides=p.stride(), dtype=p.dtype, device=p.device
         )
@@ -71,13 +71,13 @@ class Jet(torch.Tensor):
     @property
     def primal(self) -> Tensor:
         """The value, with everything pending done."""
-        settle(self)
+        flush_pending(self)
         return self._p
 
     @property
     def tangent(self) -> Tensor | None:
         """The tangent, with everything pending done; None stands for zero."""
-        settle(self)
+        flush_pending(self)
         return self._t
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -93,7 +93,7 @@ class Jet(torch.Tensor):
                 return func(*args, **kwargs)
         # Inside torch.no_grad or a custom autograd.Function the link to the gates would be lost without a word.
         if not torch.is_grad_enabled():
-            raise Unsupported("torch.no_grad or a custom autograd.Function in forward")
+            raise UnsupportedError("torch.no_grad or a custom autograd.Function in forward")
         target, func, kwargs = _out_of_place(func, args, kwargs)
         rule = RULES.get(func) or RULES[None]
         result = rule(func, args, kwargs)
@@ -101,7 +101,7 @@ class Jet(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise Unsupported(f"{func} reached a jet below torch functions")
+        raise UnsupportedError(f"{func} reached a jet below torch functions")
 
 
 T = torch.Tensor
@@ -124,18 +124,18 @@ def _out_of_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         return args[0], func, {**kwargs, "inplace": False}
     name = getattr(func, "__name__", "")
     if func in (T.__setitem__, T.copy_, T.set_, T.resize_) or kwargs.get("out") is not None:
-        raise Unsupported(f"{name} writes into part of a tensor")
+        raise UnsupportedError(f"{name} writes into part of a tensor")
     if name.startswith("__i") and hasattr(T, "__" + name[3:]):  # __iadd__ -> __add__; __invert__ has no twin
         return args[0], getattr(T, "__" + name[3:]), kwargs
     if name.endswith("_") and not name.endswith("__"):
         plain = getattr(T, name[:-1], None) or getattr(torch, name[:-1], None) or getattr(F, name[:-1], None)
         if plain is None:
-            raise Unsupported(f"in-place {name}")
+            raise UnsupportedError(f"in-place {name}")
         return args[0], plain, kwargs
     return None, func, kwargs
 
 
-def share(a: Jet, b: Jet) -> None:
+def mark_aliases(a: Jet, b: Jet) -> None:
     """Writing into one of the two would have to show in the other, and in all that share with either."""
     if a.family is not b.family or not a.family:
         family = [*(a.family or [weakref.ref(a)]), *(b.family or [weakref.ref(b)])]
@@ -149,9 +149,9 @@ def _rebind(target: Any, result: Any) -> Jet:
     if result is target:  # dropout in eval mode
         return result
     if not isinstance(target, Jet) or not isinstance(result, Jet) or target.shape != result.shape:
-        raise Unsupported("an in-place operation that changes what is no jet, or its shape")
+        raise UnsupportedError("an in-place operation that changes what is no jet, or its shape")
     if any(other() is not None and other() is not target for other in target.family):
-        raise Unsupported("an in-place operation on a view")
+        raise UnsupportedError("an in-place operation on a view")
     target._p, target._t, target.pending = result._p, result._t, result.pending
     return target
 
@@ -159,20 +159,20 @@ def _rebind(target: Any, result: Any) -> Jet:
 # The pending work in one step, forward and backward ------------------------------------------------------------------
 
 
-def settle(jet: Jet) -> None:
+def flush_pending(jet: Jet) -> None:
     """Do what is pending; the jet is then plain (p, t)."""
     if jet.pending is not None:
-        jet._p, jet._t = finish(jet._p, jet._t, jet.pending, False)
+        jet._p, jet._t = apply_pending(jet._p, jet._t, jet.pending, False)
         jet.pending = None
 
 
-def value(x: Any) -> Any:
+def get_primal(x: Any) -> Any:
     """A jet's value; anything else as it is."""
     return x.primal if isinstance(x, Jet) else x
 
 
-def finish(p: Tensor, t: Tensor | None, todo: Pending, relu: bool) -> tuple[Tensor, Tensor | None]:
+def apply_pending(p: Tensor, t: Tensor | None, todo: PendingOps, relu: bool) -> tuple[Tensor, Tensor | None]:
     rp, rt = (todo.residual._p, todo.residual._t) if todo.residual is not None else (None, None)
     g, d, axis = (todo.gate.values, todo.gate.tangent, todo.gate.axis) if todo.gate else (None, None, 1)
-    plan = Plan(axis % max(p.dim(), 1), todo.gate_first, relu)
-    return epilogue(p, t, rp, rt, g, d, todo.scale, todo.shift, plan)
+    plan = EpiloguePlan(axis % max(p.dim(), 1), todo.gate_first, relu)
+    return apply_epilogue(p, t, rp, rt, g, d, todo.scale, todo.shift, plan)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sosp.scoring.jets.jet import Jet, Pending, Unsupported, settle
+from sosp.scoring.jets.jet import Jet, PendingOps, UnsupportedError, flush_pending
 
 # Scale and shift of every batch norm in the network that is running, computed at once, by what they are made of.
 FOLDED: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
 
 @contextmanager
-def folded_norms(model: nn.Module) -> Iterator[None]:
+def fold_batch_norms(model: nn.Module) -> Iterator[None]:
     """In eval mode a batch norm is an affine map of each channel; work all of them out in a few operations."""
     norms: list[Any] = [m for m in model.modules() if isinstance(m, _BatchNorm) and _plain_norm(m)]
     try:
@@ -46,21 +46,21 @@ def _rsqrt(var: list[Any], eps: list[float]) -> list[Tensor]:
     return list(torch._foreach_reciprocal(torch._foreach_sqrt(torch._foreach_add(var, eps))))
 
 
-def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def apply_batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In eval mode a batch norm is an affine map of each channel: put it off."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = dict(zip(names, args, strict=False)) | kwargs
     x, mean = given["input"], given["running_mean"]
     if given.get("training") or not isinstance(x, Jet) or mean is None:
-        raise Unsupported("a batch norm in train mode")
+        raise UnsupportedError("a batch norm in train mode")
     key = _key(mean, given["running_var"], given.get("weight"), given.get("bias"), given.get("eps", 1e-5))
     scale, shift = FOLDED.get(key) or _affine(given)
     if scale.requires_grad:
-        raise Unsupported("a batch norm with trainable parameters")
-    before = x.pending or Pending()
+        raise UnsupportedError("a batch norm with trainable parameters")
+    before = x.pending or PendingOps()
     if before.scale is not None or before.residual is not None or (before.gate and before.gate.axis % x.dim() != 1):
-        settle(x)
-        before = Pending()
+        flush_pending(x)
+        before = PendingOps()
     return Jet(x._p, x._t, replace(before, scale=scale.to(x.dtype), shift=shift.to(x.dtype)))
 
 
@@ -71,7 +71,7 @@ def _affine(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return scale, shift if given.get("bias") is None else shift + given["bias"]
 
 
-def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def apply_layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = ("input", "normalized_shape", "weight", "bias", "eps")
     given = dict(zip(names, args, strict=False)) | kwargs
     dims = tuple(range(-len(given["normalized_shape"]), 0))
@@ -80,7 +80,7 @@ def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return out if given.get("bias") is None else out + given["bias"]
 
 
-def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def apply_group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = ("input", "num_groups", "weight", "bias", "eps")
     given = dict(zip(names, args, strict=False)) | kwargs
     x = given["input"]

@@ -11,23 +11,34 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sosp.scoring.jets.convolution import FrozenConv, conv_plan
-from sosp.scoring.jets.jet import RULES, Gate, Jet, Pending, Rule, Unsupported, finish, settle, share, value
-from sosp.scoring.jets.norms import batch_norm, group_norm, layer_norm
-from sosp.scoring.jets.trust import require_trust
+from sosp.scoring.jets.convolution import FrozenConv, plan_convolution
+from sosp.scoring.jets.forward_mode_check import check_forward_rule
+from sosp.scoring.jets.jet import (
+    RULES,
+    Gate,
+    Jet,
+    PendingOps,
+    Rule,
+    UnsupportedError,
+    apply_pending,
+    flush_pending,
+    get_primal,
+    mark_aliases,
+)
+from sosp.scoring.jets.norms import apply_batch_norm, apply_group_norm, apply_layer_norm
 
 T = torch.Tensor
 
 # Rules: how an operation acts on jets. One entry each; everything else goes through ``_any`` ------------------------
 
 
-def _any(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _forward_mode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Torch's own forward-mode rule for this one operation, once it has proved itself."""
     jets = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Jet)]
     if all(j.tangent is None for j in jets):
-        values = tree_map(value, (args, kwargs))
+        values = tree_map(get_primal, (args, kwargs))
         return _wrap(func(*values[0], **values[1]), jets)
-    require_trust(func, args, kwargs)
+    check_forward_rule(func, args, kwargs)
     with forward_ad.dual_level():
         duals = tree_map(lambda a: _dual(a) if isinstance(a, Jet) else a, (args, kwargs))
         pairs = _unpacked(func(*duals[0], **duals[1]))
@@ -62,7 +73,7 @@ def _alias(out: Any, jets: list[Jet]) -> Any:
         if isinstance(o, Jet):
             for j in jets:
                 if o._p.untyped_storage()._cdata == j._p.untyped_storage()._cdata:
-                    share(o, j)
+                    mark_aliases(o, j)
     return out
 
 
@@ -70,7 +81,7 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Linear in its jets: the same operation on the value and on the tangent."""
     jets = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Jet)]
     if len(jets) != 1 or not args or jets[0] is not args[0]:
-        return _any(func, args, kwargs)
+        return _forward_mode(func, args, kwargs)
     (x,) = jets
     p = func(x.primal, *args[1:], **kwargs)
     if p is x.primal:
@@ -88,12 +99,12 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = _linear(T.reshape, args, kwargs)
     source = args[0] if args else kwargs.get("input")
     if isinstance(out, Jet) and isinstance(source, Jet) and out is not source:
-        share(out, source)
+        mark_aliases(out, source)
     return out
 
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise Unsupported(f"{getattr(func, '__name__', func)} goes behind the back of autograd")
+    raise UnsupportedError(f"{getattr(func, '__name__', func)} goes behind the back of autograd")
 
 
 def _pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,11 +122,11 @@ def _iterate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """cat and stack."""
     parts, *rest = args if args else (kwargs.pop("tensors"),)
-    p = func([value(x) for x in parts], *rest, **kwargs)
+    p = func([get_primal(x) for x in parts], *rest, **kwargs)
     if all(not isinstance(x, Jet) or x.tangent is None for x in parts):
         return Jet(p)
     tangents = [
-        x.tangent if isinstance(x, Jet) and x.tangent is not None else torch.zeros_like(value(x)) for x in parts
+        x.tangent if isinstance(x, Jet) and x.tangent is not None else torch.zeros_like(get_primal(x)) for x in parts
     ]
     return Jet(p, func(tangents, *rest, **kwargs))
 
@@ -125,21 +136,21 @@ def _weighted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
     x, weight, bias, rest = given.pop("input"), given.pop("weight"), given.pop("bias", None), args[3:]
     if not isinstance(x, Jet) or isinstance(weight, Jet) or isinstance(bias, Jet):
-        return _any(func, args, kwargs)
-    plan = conv_plan(weight, rest, given) if func in CONVOLUTIONS and x.dim() == weight.dim() else None
+        return _forward_mode(func, args, kwargs)
+    plan = plan_convolution(weight, rest, given) if func in CONVOLUTIONS and x.dim() == weight.dim() else None
     if plan is not None:
         return Jet(*FrozenConv.apply(x.primal, x.tangent, weight, bias, plan))
     p = func(x.primal, weight, bias, *rest, **given)
     return Jet(p, None if x.tangent is None else func(x.tangent, weight, None, *rest, **given))
 
 
-def gate(x: Tensor, by: Gate) -> Jet:
+def apply_gate(x: Tensor, by: Gate) -> Jet:
     """Multiply every channel by its gate (all ones, so nothing but the tangents and the gradients change)."""
     jet = x if isinstance(x, Jet) else Jet(_fast_layout(x))
-    before = jet.pending or Pending()
+    before = jet.pending or PendingOps()
     if before.gate is not None or before.residual is not None or (before.scale is not None and by.axis % x.dim() != 1):
-        settle(jet)
-        before = Pending()
+        flush_pending(jet)
+        before = PendingOps()
     return Jet(jet._p, jet._t, replace(before, gate=by, gate_first=before.scale is None))
 
 
@@ -157,7 +168,7 @@ def _add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     a, b, *rest = args
     both = isinstance(a, Jet) and isinstance(b, Jet) and a.shape == b.shape and a.dtype == b.dtype
     if not both or rest or kwargs:
-        return _any(func, args, kwargs)
+        return _forward_mode(func, args, kwargs)
     if a.pending is None or a.pending.residual is not None:
         a, b = b, a
     if a.pending is None or a.pending.residual is not None or a is b:
@@ -169,8 +180,8 @@ def _add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _relu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0] if args else kwargs["input"]
-    pending = x.pending or Pending()
-    return Jet(*finish(x._p, x._t, pending, True))
+    pending = x.pending or PendingOps()
+    return Jet(*apply_pending(x._p, x._t, pending, True))
 
 
 def _max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,7 +241,7 @@ def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return _linear(F.nll_loss, (logs, target), given | {"reduction": reduction})
     ignored = not target.is_floating_point() and bool((target == given.get("ignore_index", -100)).any())
     if given.get("weight") is not None or ignored:
-        raise Unsupported("cross_entropy with smoothed labels and class weights or ignored labels")
+        raise UnsupportedError("cross_entropy with smoothed labels and class weights or ignored labels")
     if not target.is_floating_point():
         target = F.one_hot(target, x.shape[classes]).movedim(-1, classes).to(x.dtype)
     share = target * (1 - smoothing) + smoothing / x.shape[classes]
@@ -244,7 +255,7 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = dict(zip(names, args, strict=False)) | kwargs
     q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
     if given.get("dropout_p"):
-        raise Unsupported("attention with dropout")
+        raise UnsupportedError("attention with dropout")
     if given.get("enable_gqa"):
         repeat = q.shape[-3] // k.shape[-3]
         k, v = k.repeat_interleave(repeat, -3), v.repeat_interleave(repeat, -3)
@@ -279,7 +290,7 @@ def _mse_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return gap * gap if how == "none" else (gap * gap).sum() if how == "sum" else (gap * gap).mean()
 
 
-def _own_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_python_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function written in Python: run it on the jets, as if it had never asked whether they are ordinary tensors."""
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     kept = {n: getattr(F, n) for n in names}
@@ -294,21 +305,21 @@ def _own_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("training", True if len(args) < 3 else args[2]):
-        raise Unsupported("dropout in train mode")
+        raise UnsupportedError("dropout in train mode")
     return args[0]
 
 
 def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = dict(zip(("input", "pad", "mode", "value"), args, strict=False)) | kwargs
-    return (_linear if not given.get("value") else _any)(func, args, kwargs)
+    return (_linear if not given.get("value") else _forward_mode)(func, args, kwargs)
 
 
 CONVOLUTIONS = frozenset({torch.conv1d, torch.conv2d, torch.conv3d})
 TRANSPOSED = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 TABLE: dict[Any, Rule] = {
-    None: _any,
+    None: _forward_mode,
     **dict.fromkeys((*CONVOLUTIONS, *TRANSPOSED, F.linear), _weighted),
-    F.batch_norm: batch_norm,
+    F.batch_norm: apply_batch_norm,
     **dict.fromkeys((F.relu, torch.relu, T.relu), _relu),
     **dict.fromkeys((torch.add, T.add, T.__add__, T.__radd__), _add),
     **dict.fromkeys((torch.cat, torch.concat, torch.stack), _join),
@@ -325,11 +336,11 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys((F.softmax, torch.softmax, T.softmax), _softmax),
     **dict.fromkeys((F.log_softmax, torch.log_softmax, T.log_softmax), _log_softmax),
     **dict.fromkeys((torch.logsumexp, T.logsumexp), _logsumexp),
-    F.layer_norm: layer_norm,
-    F.group_norm: group_norm,
+    F.layer_norm: apply_layer_norm,
+    F.group_norm: apply_group_norm,
     F.cross_entropy: _cross_entropy,
     F.scaled_dot_product_attention: _attention,
-    F.multi_head_attention_forward: _own_body,
+    F.multi_head_attention_forward: _run_python_body,
     F.hardsigmoid: _hardsigmoid,
     F.glu: _glu,
     F.mse_loss: _mse_loss,

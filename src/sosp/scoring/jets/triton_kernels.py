@@ -20,12 +20,12 @@ except ImportError:  # CPU builds of torch come without it
     triton = None
 
 if TYPE_CHECKING:
-    from sosp.scoring.jets.epilogue import Back, Parts, Plan
+    from sosp.scoring.jets.epilogue import BackwardInputs, EpiloguePlan, ForwardInputs
 
 TILE = 1024  # elements handled at once by a program
 
 
-def fit(x: Tensor) -> bool:
+def is_supported(x: Tensor) -> bool:
     """Whether the kernels can take this tensor."""
     return triton is not None and x.is_cuda and x.dim() >= 2 and x.numel() > 0 and x.is_floating_point()
 
@@ -157,7 +157,7 @@ def channels_fastest(x: Tensor, axis: int) -> bool:
     return axis == x.dim() - 1 or (x.stride(axis) == 1 and not x.is_contiguous())
 
 
-def dense(x: Tensor, axis: int) -> Tensor:
+def make_dense(x: Tensor, axis: int) -> Tensor:
     """The tensor in one of the two layouts the kernels read."""
     if axis == x.dim() - 1 or x.is_contiguous():
         return x.contiguous()
@@ -166,13 +166,13 @@ def dense(x: Tensor, axis: int) -> Tensor:
     return x.contiguous()
 
 
-def _alike(x: Tensor | None, like: Tensor) -> Tensor | None:
+def _match_layout(x: Tensor | None, like: Tensor) -> Tensor | None:
     if x is None or x.stride() == like.stride():
         return x
     return torch.empty_like(like).copy_(x)
 
 
-def _twice(like: Tensor) -> tuple[Tensor, Tensor]:
+def _make_adjacent_pair(like: Tensor) -> tuple[Tensor, Tensor]:
     """Two tensors like this one, side by side in memory, so that a convolution can take both at once."""
     size = (2 * like.shape[0], *like.shape[1:])
     layout = torch.contiguous_format if like.is_contiguous() else torch.channels_last
@@ -180,13 +180,13 @@ def _twice(like: Tensor) -> tuple[Tensor, Tensor]:
     return both[: like.shape[0]], both[like.shape[0] :]
 
 
-def forward(parts: Parts, plan: Plan) -> tuple[Tensor, Tensor | None]:
+def forward(parts: ForwardInputs, plan: EpiloguePlan) -> tuple[Tensor, Tensor | None]:
     """See ``sosp.scoring.jets.epilogue``."""
-    c = dense(parts.c, plan.axis)
-    dc, r, dr = (_alike(x, c) for x in (parts.dc, parts.r, parts.dr))
+    c = make_dense(parts.c, plan.axis)
+    dc, r, dr = (_match_layout(x, c) for x in (parts.dc, parts.r, parts.dr))
     grid, sizes, tile = _geometry(c, plan.axis)
     moving = any(x is not None for x in (dc, dr, parts.d))
-    y, dy = _twice(c) if moving else (torch.empty_like(c), None)
+    y, dy = _make_adjacent_pair(c) if moving else (torch.empty_like(c), None)
     _forward_kernel[grid](
         c, dc, r, dr, parts.d, parts.scale, parts.shift, y, dy, *sizes,
         DC=dc is not None, R=r is not None, DR=dr is not None, D=parts.d is not None, AFFINE=parts.scale is not None,
@@ -195,13 +195,13 @@ def forward(parts: Parts, plan: Plan) -> tuple[Tensor, Tensor | None]:
     return y, dy
 
 
-def backward(back: Back, plan: Plan) -> tuple[Tensor | None, ...]:
+def backward(back: BackwardInputs, plan: EpiloguePlan) -> tuple[Tensor | None, ...]:
     """See ``sosp.scoring.jets.epilogue``."""
     A, B, base, dbase, a, d, scale, shift = back.tensors
-    like = dense(next(x for x in (base, a, A, B) if x is not None), plan.axis)
-    A, B, base, dbase, a = (_alike(x, like) for x in (A, B, base, dbase, a))
+    like = make_dense(next(x for x in (base, a, A, B) if x is not None), plan.axis)
+    A, B, base, dbase, a = (_match_layout(x, like) for x in (A, B, base, dbase, a))
     grid, sizes, tile = _geometry(like, plan.axis)
-    c, dc = _twice(like) if B is not None else (torch.empty_like(like), None)
+    c, dc = _make_adjacent_pair(like) if B is not None else (torch.empty_like(like), None)
     apart = a is not None and back.residual  # the residual's cotangents differ from the incoming ones by the mask
     r, dr = ((None if x is None else torch.empty_like(like)) if apart else x for x in (A, B))
     gates = like.new_empty(2, like.shape[0], like.shape[plan.axis]) if base is not None else (None, None)

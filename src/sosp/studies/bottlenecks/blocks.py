@@ -8,13 +8,13 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from sosp.errors import ArgumentError, StructureError, nearest
+from sosp.errors import ArgumentError, StructureError, suggest_name
 from sosp.graph import Flow
 from sosp.graph.records import Structures
-from sosp.surgery.widen import is_depthwise, ties
+from sosp.surgery.widen import find_ties, is_depthwise
 
 Key = tuple[int, ...]  # of a stream: the classes of its channels
-Named = Mapping[str, Iterable[str]]
+NamedBlocks = Mapping[str, Iterable[str]]
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Block:
     layers: tuple[str, ...]
 
 
-class Streams:
+class LayerStreams:
     """The streams that layers give their channels to, and who reads them."""
 
     def __init__(self, flow: Flow) -> None:
-        together = flow.graph.classes(ties(flow))
+        together = flow.graph.classes(find_ties(flow))
         calls = flow.graph.calls
         dense = {d.module: d for d in flow.graph.dense.values() if d.module in calls}
         self.key: dict[str, Key] = {n: tuple(np.sort(together[calls[n][0].out]).tolist()) for n in dense}
@@ -53,7 +53,7 @@ class Streams:
         return self._ahead[key]
 
 
-def blocks_of(structures: Structures, named: Named | None = None) -> tuple[Block, ...]:
+def find_blocks(structures: Structures, named: NamedBlocks | None = None) -> tuple[Block, ...]:
     """The blocks of a network, in its order.
 
     Layers that are added up have one width; those inside the branches that lead there belong to them: a stage of a
@@ -61,7 +61,7 @@ def blocks_of(structures: Structures, named: Named | None = None) -> tuple[Block
     transformer, every stream is one. ``named``, block -> layers, containers or patterns, says it otherwise.
     """
     layers = [layer.name for layer in structures.layers]
-    streams = None if structures.flow is None else Streams(structures.flow)
+    streams = None if structures.flow is None else LayerStreams(structures.flow)
     if named is not None:
         return _named(layers, named, streams)
     if streams is None:
@@ -97,7 +97,7 @@ def _containers(layer: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(1, len(parts))]
 
 
-def _named(layers: list[str], named: Named, streams: Streams | None) -> tuple[Block, ...]:
+def _named(layers: list[str], named: NamedBlocks, streams: LayerStreams | None) -> tuple[Block, ...]:
     """As the user says; layers that no block names are blocks by themselves."""
     home: dict[str, str] = {}
     for block, patterns in named.items():
@@ -123,6 +123,8 @@ def _covered(block: str, patterns: Iterable[str], layers: list[str]) -> list[str
         hit = [n for n in layers if n == word or n.startswith(f"{word}.") or fnmatchcase(n, word)]
         if not hit:
             known = dict.fromkeys([*layers, *(c for layer in layers for c in _containers(layer))])
-            raise StructureError(f"blocks[{block!r}] names {word!r}, which is no layer here.{nearest(word, known)}")
+            raise StructureError(
+                f"blocks[{block!r}] names {word!r}, which is no layer here.{suggest_name(word, known)}"
+            )
         found += hit
     return found

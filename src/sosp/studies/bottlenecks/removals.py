@@ -11,15 +11,15 @@ from torch import Tensor
 from sosp.errors import ArgumentError, is_number
 from sosp.graph.mask import Mask
 from sosp.graph.records import Saliency, Structures
-from sosp.selection.greedy import ranks_of
-from sosp.selection.saved_saliency import SavedSaliency, removed_by
+from sosp.selection.greedy_order import rank_structures
+from sosp.selection.saved_saliency import SavedSaliency, find_removed_structures
 
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-Given = Saliency | SavedSaliency | Mask | Sequence[Mask]
+RemovalSource = Saliency | SavedSaliency | Mask | Sequence[Mask]
 
 
 @dataclass(frozen=True, eq=False)
-class Removals:
+class RemovalCounts:
     """What L layers of S structures in all lose at R overall ratios."""
 
     layers: tuple[str, ...]
@@ -36,12 +36,16 @@ class Removals:
         return tuple(sum(row) / self.total for row in self.gone)
 
 
-def removals_of(given: Given, ratios: Sequence[float] | None, structures: Structures | None) -> Removals:
+def count_removals(
+    given: RemovalSource, ratios: Sequence[float] | None, structures: Structures | None
+) -> RemovalCounts:
     """Count; layers whose channels are structures of other layers are left out."""
     if isinstance(given, Saliency):
         _refuse_by_layer(given.method, given.scope)
         found = given.structures
-        return _ranked([x.name for x in found.layers], found.owner(), ranks_of(given).cpu(), ratios, given.method)
+        return _ranked(
+            [x.name for x in found.layers], found.owner(), rank_structures(given).cpu(), ratios, given.method
+        )
     if isinstance(given, SavedSaliency):
         _refuse_by_layer(given.method, given.scope)
         return _ranked(list(given.layers), given.index, given.rank, ratios, given.method)
@@ -61,13 +65,15 @@ def _refuse_by_layer(method: str, scope: str) -> None:
         )
 
 
-def _ranked(names: list[str], owner: Tensor, rank: Tensor, ratios: Sequence[float] | None, method: str) -> Removals:
+def _ranked(
+    names: list[str], owner: Tensor, rank: Tensor, ratios: Sequence[float] | None, method: str
+) -> RemovalCounts:
     """At ratio r, the first ``round(r S)`` in the order of their ranks are gone."""
     limits = [round(r * len(rank)) for r in check_ratios(RATIOS if ratios is None else ratios)]
     return _counted(names, owner, [rank < n for n in limits], method)
 
 
-def _masked(masks: list[Mask], structures: Structures | None) -> Removals:
+def _masked(masks: list[Mask], structures: Structures | None) -> RemovalCounts:
     """By structures where they are known, by channels otherwise."""
     names = [layer.name for layer in masks[0].layers]
     for mask in masks:
@@ -76,16 +82,16 @@ def _masked(masks: list[Mask], structures: Structures | None) -> Removals:
     if structures is not None:
         if [layer.name for layer in structures.layers] != names:
             raise ArgumentError("the structures are not those that the masks were chosen from.")
-        return _counted(names, structures.owner(), [removed_by(structures, m) for m in masks])
+        return _counted(names, structures.owner(), [find_removed_structures(structures, m) for m in masks])
     sizes = tuple(layer.channels for layer in masks[0].layers)
-    return Removals(tuple(names), sizes, tuple(tuple(len(m.removed.get(n, ())) for n in names) for m in masks))
+    return RemovalCounts(tuple(names), sizes, tuple(tuple(len(m.removed.get(n, ())) for n in names) for m in masks))
 
 
-def _counted(names: list[str], owner: Tensor, gone: list[Tensor], method: str = "") -> Removals:
+def _counted(names: list[str], owner: Tensor, gone: list[Tensor], method: str = "") -> RemovalCounts:
     sizes = torch.bincount(owner, minlength=len(names)).tolist()
     rows = [torch.bincount(owner[g], minlength=len(names)).tolist() for g in gone]
     own = [i for i, size in enumerate(sizes) if size]
-    return Removals(
+    return RemovalCounts(
         tuple(names[i] for i in own),
         tuple(sizes[i] for i in own),
         tuple(tuple(row[i] for i in own) for row in rows),

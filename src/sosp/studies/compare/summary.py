@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from sosp.studies.compare.cells import Cell
+from sosp.studies.compare.comparison_cells import ComparisonCell
 
 
 @dataclass(frozen=True)
-class Summary:
+class ComparisonSummary:
     """A method at a ratio, over its seeds: mean and standard deviation (0 for a single one) of every figure."""
 
     method: str
@@ -24,7 +24,7 @@ class Summary:
 STATES = ("tuned", "repaired", "recalibrated", "masked")  # of a network's accuracy, the one to go by first
 
 
-def states(means: Iterable[Mapping[str, float]]) -> list[str]:
+def list_states(means: Iterable[Mapping[str, float]]) -> list[str]:
     """Those that are there, in that order."""
     known = {name for some in means for name in some}
     return [state for state in STATES if state in known]
@@ -44,18 +44,18 @@ FIGURES = (
 )
 
 
-def summaries(cells: tuple[Cell, ...]) -> list[Summary]:
+def summarise_cells(cells: tuple[ComparisonCell, ...]) -> list[ComparisonSummary]:
     """In the order in which methods and ratios come."""
-    groups: dict[tuple[str, float], list[Cell]] = {}
+    groups: dict[tuple[str, float], list[ComparisonCell]] = {}
     for cell in cells:
         groups.setdefault((cell.method, cell.ratio), []).append(cell)
     return [_summary(method, ratio, group) for (method, ratio), group in groups.items()]
 
 
-def _summary(method: str, ratio: float, group: list[Cell]) -> Summary:
+def _summary(method: str, ratio: float, group: list[ComparisonCell]) -> ComparisonSummary:
     good = [c for c in group if not c.refusal]
     refusal = "" if good else group[0].refusal
     values = {name: [v for c in good if (v := getattr(c, name)) is not None] for name in FIGURES}
     means = {name: mean(found) for name, found in values.items() if found}
     stds = {name: stdev(found) if len(found) > 1 else 0.0 for name, found in values.items() if found}
-    return Summary(method, ratio, len(good), means, stds, refusal)
+    return ComparisonSummary(method, ratio, len(good), means, stds, refusal)

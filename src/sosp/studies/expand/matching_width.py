@@ -17,7 +17,7 @@ Count = Callable[[float], int]  # factor for all layers -> parameters
 
 
 @dataclass(frozen=True)
-class Constant:
+class UniformFactor:
     """A factor for every width, and the parameters that it gives beside those that were wanted."""
 
     factor: float
@@ -25,7 +25,7 @@ class Constant:
     target: int
 
 
-def matching(count: Count, target: int) -> Constant:
+def match_parameters(count: Count, target: int) -> UniformFactor:
     """The factor, 1 at least, whose network has the number of parameters that is nearest to ``target``.
 
     Widths are whole numbers, so the count is a staircase in the factor. The step on which it passes the target is found
@@ -45,8 +45,8 @@ def matching(count: Count, target: int) -> Constant:
         low, high = (middle, high) if count(middle) <= target else (low, middle)
     below, above = count(low), count(high)
     if target - below <= above - target:
-        return Constant(_shortest(count, low, below, math.floor), below, target)
-    return Constant(_shortest(count, high, above, math.ceil), above, target)
+        return UniformFactor(_shortest(count, low, below, math.floor), below, target)
+    return UniformFactor(_shortest(count, high, above, math.ceil), above, target)
 
 
 def _shortest(count: Count, factor: float, params: int, rounded: Callable[[float], int]) -> float:

@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-from sosp.core.packages import import_package
+from sosp.core.optional_packages import import_package
 from sosp.studies.experiment import BASELINE
-from sosp.studies.pages.figures import LOOKS, SECONDS, Figure, Line, Panel, Point, all_lines
+from sosp.studies.pages.figures import LOOKS, SECONDS, Figure, FigurePoint, Line, Panel, list_lines
 
 STYLE = {"svg.hashsalt": "sosp", "svg.fonttype": "none", "font.size": 9}
 OURS = ("sosp-h", "sosp-i", "first-order", "random")  # of one colour in all figures
@@ -25,7 +25,7 @@ STEP, HIGH = 0.018, 0.025  # of what the axes span: nearer markers hide one anot
 
 
 @dataclass(frozen=True)
-class Plan:
+class FigureStyle:
     """What the panels of a figure have in common."""
 
     colours: Mapping[str, Any]
@@ -36,7 +36,7 @@ class Plan:
     def level(self, line: Line) -> bool:
         return self.far and line.whole
 
-    def marks(self, line: Line) -> list[Point]:
+    def marks(self, line: Line) -> list[FigurePoint]:
         return [] if self.level(line) else [p for p in line.points if p.y >= self.floor]
 
     def log(self, lines: Sequence[Line]) -> bool:
@@ -55,12 +55,12 @@ def _pale(colour: Any) -> tuple[float, ...]:
     return tuple(PALE + (1 - PALE) * part for part in import_package("matplotlib.colors").to_rgb(colour))
 
 
-def _plan(figure: Figure) -> Plan:
-    lines = all_lines(figure.panels)
+def _plan(figure: Figure) -> FigureStyle:
+    lines = list_lines(figure.panels)
     seconds = any(up == SECONDS for _, up, _ in figure.panels)
     far = any(_far(some) for *_, some in figure.panels)
     floor = -math.inf if seconds else _floor(p.y for line in lines for p in line.points)
-    return Plan(_colours(lines), seconds, far, floor)
+    return FigureStyle(_colours(lines), seconds, far, floor)
 
 
 def _far(lines: Sequence[Line]) -> bool:
@@ -90,7 +90,7 @@ def _colours(lines: Sequence[Line]) -> dict[str, Any]:
     return fixed | {name: next(dark if whole else free) for name, whole in used.items() if name not in fixed}
 
 
-Key = tuple[str, Point]  # the label of its line, and a point
+Key = tuple[str, FigurePoint]  # the label of its line, and a point
 
 
 class Mark(NamedTuple):
@@ -101,7 +101,7 @@ class Mark(NamedTuple):
     y: float
 
 
-def _moved(lines: Sequence[Line], plan: Plan) -> dict[Key, tuple[float, float]]:
+def _place_marks(lines: Sequence[Line], plan: FigureStyle) -> dict[Key, tuple[float, float]]:
     """The x of points, ours or the paper's, that are set side by side because they would hide one another; and how far
     that is from their own, of what the axis spans."""
     shown = [(line, p) for line in lines for p in plan.marks(line)]
@@ -112,11 +112,11 @@ def _moved(lines: Sequence[Line], plan: Plan) -> dict[Key, tuple[float, float]]:
     for ours in () if plan.seconds else (True, False):
         marks = [Mark((line.label, p), to(p.x) / width, p.y / height) for line, p in shown if line.ours is ours]
         own = {mark.key: mark.x for mark in marks}
-        found |= {mark.key: (back(mark.x * width), abs(mark.x - own[mark.key])) for mark in _apart(marks)}
+        found |= {mark.key: (back(mark.x * width), abs(mark.x - own[mark.key])) for mark in _separate_marks(marks)}
     return found
 
 
-def _apart(marks: Iterable[Mark]) -> list[Mark]:
+def _separate_marks(marks: Iterable[Mark]) -> list[Mark]:
     """From left to right; those that touch keep their order and the middle, and those that they would then touch, or
     pass, join them."""
     groups: list[list[Mark]] = []
@@ -144,10 +144,10 @@ def _spread(group: list[Mark]) -> list[Mark]:
     return [mark._replace(x=left + k * STEP) for k, mark in enumerate(group)]
 
 
-def _caption(figure: Figure, plan: Plan) -> str:
+def _caption(figure: Figure, plan: FigureStyle) -> str:
     """How it is to be read."""
-    points = [p for line in all_lines(figure.panels) for p in plan.marks(line)]
-    away = max((share for *_, lines in figure.panels for _, share in _moved(lines, plan).values()), default=0.0)
+    points = [p for line in list_lines(figure.panels) for p in plan.marks(line)]
+    away = max((share for *_, lines in figure.panels for _, share in _place_marks(lines, plan).values()), default=0.0)
     words = {
         "hollow: a single run": any(p.runs == 1 for p in points),
         "pale: the paper's": any(p.runs == 0 for p in points),
@@ -160,15 +160,15 @@ def _caption(figure: Figure, plan: Plan) -> str:
 # --- drawing --------------------------------------------------------------------------------------------
 
 
-def draw(figure: Figure, folder: Path) -> Path:
+def draw_figure(figure: Figure, folder: Path) -> Path:
     """As SVG, the same bytes from the same records with one version of matplotlib."""
     path = folder / f"{figure.name}.svg"
     with import_package("matplotlib").rc_context(STYLE):
-        canvas(figure).savefig(path, metadata={"Date": None, "Description": figure.digest})
+        make_canvas(figure).savefig(path, metadata={"Date": None, "Description": figure.digest})
     return path
 
 
-def canvas(figure: Figure) -> Any:
+def make_canvas(figure: Figure) -> Any:
     """As matplotlib has it: one scale of y, a legend beside each row of panels."""
     across = min(len(figure.panels), 2)
     down = len(figure.panels) // across
@@ -180,30 +180,30 @@ def canvas(figure: Figure) -> Any:
     for k, (axes, panel) in enumerate(zip(grid.flat, figure.panels, strict=True)):
         _panel(axes, panel, plan)
         if k % across == across - 1:
-            _legend(axes, all_lines(figure.panels[k + 1 - across : k + 1]), plan)
+            _legend(axes, list_lines(figure.panels[k + 1 - across : k + 1]), plan)
     return made
 
 
-def _panel(axes: Any, panel: Panel, plan: Plan) -> None:
+def _panel(axes: Any, panel: Panel, plan: FigureStyle) -> None:
     across, up, lines = panel
     axes.set(xlabel=across, ylabel=up)
     axes.label_outer()
     axes.grid(alpha=0.3)
-    places = {key: x for key, (x, _) in _moved(lines, plan).items()}
+    places = {key: x for key, (x, _) in _place_marks(lines, plan).items()}
     sizes = [p.x for line in lines for p in plan.marks(line)]
     for line in sorted(lines, key=lambda line: line.ours):  # ours in front
         if plan.level(line):
-            _levels(axes, line, plan)
+            _draw_baselines(axes, line, plan)
         else:
             _points(axes, line, plan, places)
-            _below(axes, line, plan, sizes)
+            _annotate_below(axes, line, plan, sizes)
     if plan.seconds:
-        _doubling(axes, sizes)
+        _format_width_axes(axes, sizes)
     else:
-        _engineering(axes, log=plan.log(lines))
+        _format_size_axis(axes, log=plan.log(lines))
 
 
-def _points(axes: Any, line: Line, plan: Plan, places: Mapping[Key, float]) -> None:
+def _points(axes: Any, line: Line, plan: FigureStyle, places: Mapping[Key, float]) -> None:
     shown, look = plan.marks(line), plan.look(line)
     across = [places.get((line.label, p), p.x) for p in shown]
     axes.plot(across, [p.y for p in shown], **look | {"marker": "none"})
@@ -213,11 +213,11 @@ def _points(axes: Any, line: Line, plan: Plan, places: Mapping[Key, float]) -> N
             axes.errorbar(x, p.y, p.std, fmt="none", ecolor=look["color"], capsize=2, zorder=1.9)
 
 
-def _face(points: Sequence[Point]) -> dict[str, str]:
+def _face(points: Sequence[FigurePoint]) -> dict[str, str]:
     return {"markerfacecolor": "white"} if all(p.runs == 1 for p in points) else {}
 
 
-def _levels(axes: Any, line: Line, plan: Plan) -> None:
+def _draw_baselines(axes: Any, line: Line, plan: FigureStyle) -> None:
     side, at = ("right", 0.98) if line.ours else ("left", 0.02)
     place = {"xycoords": ("axes fraction", "data"), "xytext": (0, 3), "textcoords": "offset points", "ha": side}
     behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
@@ -226,7 +226,7 @@ def _levels(axes: Any, line: Line, plan: Plan) -> None:
         axes.annotate(f"{line.label}, {_short(p.x)}: {p.y:.2f}", (at, p.y), fontsize=SMALL, bbox=behind, **place)
 
 
-def _below(axes: Any, line: Line, plan: Plan, sizes: Sequence[float]) -> None:
+def _annotate_below(axes: Any, line: Line, plan: FigureStyle, sizes: Sequence[float]) -> None:
     """An arrow at the lower edge, and in words what the axis does not reach."""
     place = {"xycoords": ("data", "axes fraction"), "xytext": (-2, 3), "textcoords": "offset points"}
     for p in line.points:
@@ -241,7 +241,7 @@ def _short(x: float) -> str:
     return str(import_package("matplotlib.ticker").EngFormatter(places=1)(x))
 
 
-def _engineering(axes: Any, *, log: bool) -> None:
+def _format_size_axis(axes: Any, *, log: bool) -> None:
     ticker = import_package("matplotlib.ticker")
     if log:
         axes.set_xscale("log")
@@ -252,7 +252,7 @@ def _engineering(axes: Any, *, log: bool) -> None:
     axes.xaxis.set_major_formatter(ticker.EngFormatter())
 
 
-def _doubling(axes: Any, sizes: Iterable[float]) -> None:
+def _format_width_axes(axes: Any, sizes: Iterable[float]) -> None:
     ticker = import_package("matplotlib.ticker")
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(sorted(set(sizes)))
@@ -263,7 +263,7 @@ def _doubling(axes: Any, sizes: Iterable[float]) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
 
 
-def _legend(axes: Any, lines: Iterable[Line], plan: Plan) -> None:
+def _legend(axes: Any, lines: Iterable[Line], plan: FigureStyle) -> None:
     """Everything that is drawn, once, as it is drawn."""
     handles = []
     for line in {line.label: line for line in lines if plan.level(line) or plan.marks(line)}.values():

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sosp.studies.cells import Pruned, Timed, Trained
-from sosp.studies.experiment import BASELINE, Experiment, Published
-from sosp.studies.pages.number_format import examples
-from sosp.studies.pages.rows import Row
+from sosp.studies.cells import PrunedCell, TimedCell, TrainedCell
+from sosp.studies.experiment import BASELINE, Experiment, PublishedRow
+from sosp.studies.pages.number_format import format_example_suffix
+from sosp.studies.pages.result_rows import ResultRow
 from sosp.studies.pages.verdicts import WORDS
 
 AXES = {"params": "parameters", "macs": "MACs"}
@@ -28,7 +28,7 @@ LOOKS = {  # marker, and the line between points
 }
 
 
-class Point(NamedTuple):
+class FigurePoint(NamedTuple):
     """What was reached at one size."""
 
     x: float
@@ -44,7 +44,7 @@ class Line:
     label: str
     method: str  # has a colour
     look: str  # of LOOKS
-    points: tuple[Point, ...]
+    points: tuple[FigurePoint, ...]
 
     @property
     def ours(self) -> bool:
@@ -73,25 +73,25 @@ class Figure:
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
-def figures(experiment: Experiment, rows: Sequence[Row], suffix: str = "") -> list[Figure]:
+def make_figures(experiment: Experiment, rows: Sequence[ResultRow], suffix: str = "") -> list[Figure]:
     """A figure per network of which there is something to compare; ``suffix`` tells another length: ``-e20``."""
-    pruned = [row for row in rows if isinstance(row.cell, Pruned) and row.done]
+    pruned = [row for row in rows if isinstance(row.cell, PrunedCell) and row.done]
     places = dict.fromkeys(row.cell.place for row in pruned)
-    whole = [row for row in rows if isinstance(row.cell, Trained) and row.cell.schedule.epochs and row.done]
+    whole = [row for row in rows if isinstance(row.cell, TrainedCell) and row.cell.schedule.epochs and row.done]
     found = [
         _curves(experiment, place, [r for r in (*pruned, *whole) if r.cell.place == place], suffix) for place in places
     ]
-    timed = [row for row in rows if isinstance(row.cell, Timed) and row.done]
+    timed = [row for row in rows if isinstance(row.cell, TimedCell) and row.done]
     found += [_times(experiment, timed, suffix)] if timed else []
     return [figure for figure in found if _compares(figure)]
 
 
 def _compares(figure: Figure) -> bool:
     """Two methods of ours, or one and the paper's."""
-    return len({(line.method, line.ours) for line in all_lines(figure.panels) if not line.whole}) > 1
+    return len({(line.method, line.ours) for line in list_lines(figure.panels) if not line.whole}) > 1
 
 
-def all_lines(panels: Iterable[Panel]) -> list[Line]:
+def list_lines(panels: Iterable[Panel]) -> list[Line]:
     return [line for *_, lines in panels for line in lines]
 
 
@@ -102,7 +102,7 @@ def _title(experiment: Experiment, what: str, suffix: str) -> str:
 # --- accuracies -----------------------------------------------------------------------------------------
 
 
-def _curves(experiment: Experiment, place: str, rows: list[Row], suffix: str) -> Figure:
+def _curves(experiment: Experiment, place: str, rows: list[ResultRow], suffix: str) -> Figure:
     published = [p for p in experiment.published if f"{p.network}-{p.data}" == place]
     panels = tuple(
         _accuracies(up, axis, experiment.beside, some, published) for up, some in _by_gate(rows) for axis in AXES
@@ -111,56 +111,63 @@ def _curves(experiment: Experiment, place: str, rows: list[Row], suffix: str) ->
     return Figure(f"{experiment.name}-{place}{suffix}", title, panels)
 
 
-def _by_gate(rows: list[Row]) -> list[tuple[str, list[Row]]]:
+def _by_gate(rows: list[ResultRow]) -> list[tuple[str, list[ResultRow]]]:
     """What y is, and its rows: gates have panels of their own where each is measured at several budgets."""
     budgets: dict[str, set[tuple[str, float]]] = {}
     for row in rows:
-        if isinstance(row.cell, Pruned):
+        if isinstance(row.cell, PrunedCell):
             budgets.setdefault(row.cell.gate, set()).add(row.cell.budget)
     if len(budgets) == 1 or min(map(len, budgets.values())) == 1:
         return [(ACCURACY, rows)]
     return [
-        (f"gate {gate}: {ACCURACY}", [r for r in rows if not isinstance(r.cell, Pruned) or r.cell.gate == gate])
+        (f"gate {gate}: {ACCURACY}", [r for r in rows if not isinstance(r.cell, PrunedCell) or r.cell.gate == gate])
         for gate in budgets
     ]
 
 
-def _accuracies(up: str, axis: str, beside: str, rows: list[Row], published: list[Published]) -> Panel:
+def _accuracies(up: str, axis: str, beside: str, rows: list[ResultRow], published: list[PublishedRow]) -> Panel:
     whole = next((r.start[axis] for row in rows for r in row.done if axis in r.start), None)
     shared = whole is not None and any(getattr(p, f"{axis}_cut") is not None for p in published)
-    lines = (*_mine(rows, axis, beside), *_theirs(published, axis, beside, whole if shared else None))
+    lines = (
+        *_measured_lines(rows, axis, beside),
+        *_published_lines(published, axis, beside, whole if shared else None),
+    )
     return SHARED.format(AXES[axis]) if shared else AXES[axis], up, lines
 
 
 Series = tuple[str, str, str]  # label, method, look
 
 
-def _lines(found: Mapping[Series, list[Point]]) -> tuple[Line, ...]:
+def _lines(found: Mapping[Series, list[FigurePoint]]) -> tuple[Line, ...]:
     return tuple(Line(*series, tuple(sorted(points))) for series, points in found.items())
 
 
-def _mine(rows: list[Row], axis: str, beside: str) -> tuple[Line, ...]:
-    found: dict[Series, list[Point]] = {}
+def _measured_lines(rows: list[ResultRow], axis: str, beside: str) -> tuple[Line, ...]:
+    found: dict[Series, list[FigurePoint]] = {}
     for row in rows:
-        x, y = row.stat(axis), row.stat(beside if isinstance(row.cell, Pruned) else "accuracy")
+        x, y = row.stat(axis), row.stat(beside if isinstance(row.cell, PrunedCell) else "accuracy")
         if x is not None and y is not None:
-            found.setdefault(_series(row), []).append(Point(x.mean, 100 * y.mean, 100 * y.std, y.count))
+            found.setdefault(_series(row), []).append(FigurePoint(x.mean, 100 * y.mean, 100 * y.std, y.count))
     return _lines(found)
 
 
-def _series(row: Row) -> Series:
+def _series(row: ResultRow) -> Series:
     cell = row.cell
-    if isinstance(cell, Pruned):
+    if isinstance(cell, PrunedCell):
         gate = "" if cell.gate == "weights" else f", {cell.gate}"
-        other = examples(cell) or cell.other_rate
-        return f"{cell.label}{gate}{examples(cell)}", cell.published, f"{cell.gate}{', other terms' if other else ''}"
-    grown = cell.grown if isinstance(cell, Trained) else None
+        other = format_example_suffix(cell) or cell.other_rate
+        return (
+            f"{cell.label}{gate}{format_example_suffix(cell)}",
+            cell.published,
+            f"{cell.gate}{', other terms' if other else ''}",
+        )
+    grown = cell.grown if isinstance(cell, TrainedCell) else None
     return cell.label, cell.label, grown.how if grown else "weights"
 
 
-def _theirs(published: list[Published], axis: str, beside: str, whole: float | None) -> tuple[Line, ...]:
+def _published_lines(published: list[PublishedRow], axis: str, beside: str, whole: float | None) -> tuple[Line, ...]:
     """``whole``: the x of our whole network, where the paper prints shares of its own."""
-    found: dict[Series, list[Point]] = {}
+    found: dict[Series, list[FigurePoint]] = {}
     for row in published:
         y, std = (row.before, row.before_std) if beside == "zeroed" else (row.accuracy, row.std)
         x = getattr(row, axis)
@@ -168,11 +175,11 @@ def _theirs(published: list[Published], axis: str, beside: str, whole: float | N
             x = _left(row, axis, whole)
         if x is not None and y is not None:
             where, look = (f"paper, {row.table}", "paper, other table") if row.table else ("paper", "paper")
-            found.setdefault((f"{row.method} ({where})", row.method, look), []).append(Point(x, y, std or 0.0, 0))
+            found.setdefault((f"{row.method} ({where})", row.method, look), []).append(FigurePoint(x, y, std or 0.0, 0))
     return _lines(found)
 
 
-def _left(row: Published, axis: str, whole: float) -> float | None:
+def _left(row: PublishedRow, axis: str, whole: float) -> float | None:
     """Of our whole network, as much as the paper left of its own."""
     cut = 0.0 if row.method == BASELINE else getattr(row, f"{axis}_cut")
     return None if cut is None else (1 - cut / 100) * whole
@@ -181,14 +188,14 @@ def _left(row: Published, axis: str, whole: float) -> float | None:
 # --- seconds --------------------------------------------------------------------------------------------
 
 
-def _times(experiment: Experiment, rows: list[Row], suffix: str) -> Figure:
+def _times(experiment: Experiment, rows: list[ResultRow], suffix: str) -> Figure:
     """Seconds of the network that is measured at most widths, over its number of structures."""
-    networks = [row.cell.network for row in rows if isinstance(row.cell, Timed)]
+    networks = [row.cell.network for row in rows if isinstance(row.cell, TimedCell)]
     most = max(networks, key=networks.count)
-    found: dict[Series, list[Point]] = {}
+    found: dict[Series, list[FigurePoint]] = {}
     for row in rows:
         x, y = row.stat("structures"), row.stat("seconds")
-        if isinstance(row.cell, Timed) and row.cell.network == most and x is not None and y is not None:
-            found.setdefault(_series(row), []).append(Point(x.mean, y.mean, y.std, y.count))
+        if isinstance(row.cell, TimedCell) and row.cell.network == most and x is not None and y is not None:
+            found.setdefault(_series(row), []).append(FigurePoint(x.mean, y.mean, y.std, y.count))
     title = _title(experiment, f"{most}, wider and wider", suffix)
     return Figure(f"{experiment.name}-width{suffix}", title, (("structures", SECONDS, _lines(found)),))

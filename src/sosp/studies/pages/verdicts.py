@@ -8,10 +8,19 @@ from dataclasses import dataclass
 from itertools import product
 from statistics import mean
 
-from sosp.studies.cells import Pruned, Trained
-from sosp.studies.experiment import BASELINE, Claim, Experiment, data_of
-from sosp.studies.pages.number_format import NONE, asked, examples, gate, percent, printed, size, time
-from sosp.studies.pages.rows import Row, Stat
+from sosp.studies.cells import PrunedCell, TrainedCell
+from sosp.studies.experiment import BASELINE, Claim, Experiment, find_dataset
+from sosp.studies.pages.number_format import (
+    NONE,
+    format_cell_budget,
+    format_example_suffix,
+    format_gate,
+    format_percent,
+    format_published,
+    format_seconds,
+    format_size,
+)
+from sosp.studies.pages.result_rows import ResultRow, Stat
 
 TOLERANCE = 0.3  # percentage points by which a single run may differ from a number of the paper
 FAR = f"more than both deviations together and more than {TOLERANCE} points"
@@ -47,7 +56,7 @@ RULE = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class ClaimFinding:
     """A claim on one network at one budget."""
 
     claim: Claim
@@ -59,7 +68,7 @@ class Finding:
     more: tuple[str, ...] = ()  # sizes, the paper's own numbers
 
     def __str__(self) -> str:
-        show = time if self.claim.by in LESS else percent
+        show = format_seconds if self.claim.by in LESS else format_percent
         found = f"{self.claim.method} {show(self.mine)}, {self.claim.other} {show(self.other)}"
         seeds = ", ".join(f"{points:+.2f}" for points in self.differences)
         notes = [*([f"by seed {seeds}"] if seeds else []), *self.more]
@@ -67,75 +76,75 @@ class Finding:
         return f"{self.where}: {found}{more}: {self.verdict}"
 
 
-def findings(experiment: Experiment, rows: Sequence[Row]) -> Iterator[Finding]:
+def judge_claims(experiment: Experiment, rows: Sequence[ResultRow]) -> Iterator[ClaimFinding]:
     """Every claim wherever both of its sides are measured."""
     for claim in experiment.claims:
         if claim.other == BASELINE:
-            found = [_kept(claim, row) for row in rows if _is_about(claim, row)]
+            found = [_compare_with_baseline(claim, row) for row in rows if _is_about(claim, row)]
         else:
-            pairs = [(row, other) for row, other in product(rows, rows) if _opposed(claim, row, other)]
-            found = [_compared(claim, *pair, experiment.beside) for pair in pairs]
+            pairs = [(row, other) for row, other in product(rows, rows) if _is_pair(claim, row, other)]
+            found = [_compare_rows(claim, *pair, experiment.beside) for pair in pairs]
         yield from (finding for finding in found if finding is not None)
 
 
-def _is_about(claim: Claim, row: Row) -> bool:
+def _is_about(claim: Claim, row: ResultRow) -> bool:
     """Is it the row of the method that a claim is made for?"""
     cell = row.cell
-    if isinstance(cell, Trained) or cell.label != claim.method or (claim.places and cell.place not in claim.places):
+    if isinstance(cell, TrainedCell) or cell.label != claim.method or (claim.places and cell.place not in claim.places):
         return False
-    return claim.budget is None or (isinstance(cell, Pruned) and cell.budget == claim.budget)
+    return claim.budget is None or (isinstance(cell, PrunedCell) and cell.budget == claim.budget)
 
 
-def _opposed(claim: Claim, row: Row, other: Row) -> bool:
+def _is_pair(claim: Claim, row: ResultRow, other: ResultRow) -> bool:
     """The two sides of a claim on one network, that differ in nothing else."""
     mine, theirs = row.cell, other.cell
-    if not _is_about(claim, row) or isinstance(theirs, Trained) or type(mine) is not type(theirs):
+    if not _is_about(claim, row) or isinstance(theirs, TrainedCell) or type(mine) is not type(theirs):
         return False
     if theirs.label != claim.other or mine.place != theirs.place:
         return False
-    if not isinstance(mine, Pruned) or not isinstance(theirs, Pruned):
+    if not isinstance(mine, PrunedCell) or not isinstance(theirs, PrunedCell):
         return True
     same = (mine.budget, mine.examples) == (theirs.budget, theirs.examples)
     return mine.gate == theirs.gate and (same or not claim.same_terms)
 
 
-def _compared(claim: Claim, row: Row, other: Row, beside: str) -> Finding | None:
+def _compare_rows(claim: Claim, row: ResultRow, other: ResultRow, beside: str) -> ClaimFinding | None:
     mine, theirs = row.stat(claim.by), other.stat(claim.by)
     if mine is None or theirs is None:
         return None
     if claim.by in LESS:
-        return Finding(claim, _where(row), quicker(mine, theirs), mine, theirs)
+        return ClaimFinding(claim, _where(row), judge_seconds(mine, theirs), mine, theirs)
     first, second = row.by_seed(claim.by), other.by_seed(claim.by)
     pairs = [(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys())]
     more = [*_sizes(row, other), *_begun(row, other), *_theirs(claim, row, other, beside)]
-    found = verdict(claim, pairs, _guessed(row))
-    return Finding(claim, _where(row), found, mine, theirs, _differences(pairs), tuple(more))
+    found = judge_pairs(claim, pairs, _guess_accuracy(row))
+    return ClaimFinding(claim, _where(row), found, mine, theirs, _differences(pairs), tuple(more))
 
 
-def _kept(claim: Claim, row: Row) -> Finding | None:
+def _compare_with_baseline(claim: Claim, row: ResultRow) -> ClaimFinding | None:
     """Beside the network that was pruned."""
     pairs = [(record.metrics[claim.by], record.start["accuracy"]) for record in row.done if claim.by in record.metrics]
     mine, whole = Stat.of(a for a, _ in pairs), Stat.of(b for _, b in pairs)
     if mine is None or whole is None:
         return None
-    found = verdict(claim, pairs, _guessed(row))
-    return Finding(claim, _where(row), found, mine, whole, _differences(pairs))
+    found = judge_pairs(claim, pairs, _guess_accuracy(row))
+    return ClaimFinding(claim, _where(row), found, mine, whole, _differences(pairs))
 
 
 def _differences(pairs: Sequence[tuple[float, float]]) -> tuple[float, ...]:
     return tuple(100 * (mine - other) for mine, other in pairs)
 
 
-def _sizes(row: Row, other: Row) -> list[str]:
+def _sizes(row: ResultRow, other: ResultRow) -> list[str]:
     """Of both sides, where they are networks."""
     shown = []
     for name, words in {"params": "parameters", "macs": "MACs"}.items():
         sides = [stat for side in (row, other) if (stat := side.stat(name)) is not None]
-        shown += [f"{' and '.join(size(stat.mean) for stat in sides)} {words}"] if len(sides) == 2 else []
+        shown += [f"{' and '.join(format_size(stat.mean) for stat in sides)} {words}"] if len(sides) == 2 else []
     return shown
 
 
-def _begun(row: Row, other: Row) -> list[str]:
+def _begun(row: ResultRow, other: ResultRow) -> list[str]:
     """The accuracies of the networks that were pruned, where the two sides did not begin with the same ones."""
     starts = [
         {record.start.get("sha256"): record.start.get("accuracy") for record in side.done} for side in (row, other)
@@ -143,33 +152,35 @@ def _begun(row: Row, other: Row) -> list[str]:
     if starts[0].keys() == starts[1].keys():
         return []
     whole = [Stat.of(share for share in side.values() if share is not None) for side in starts]
-    return [f"of networks that had {' and '.join(percent(stat) for stat in whole)}"] if all(whole) else []
+    return [f"of networks that had {' and '.join(format_percent(stat) for stat in whole)}"] if all(whole) else []
 
 
-def _theirs(claim: Claim, row: Row, other: Row, beside: str) -> list[str]:
+def _theirs(claim: Claim, row: ResultRow, other: ResultRow, beside: str) -> list[str]:
     """What the paper has for both sides, by the same accuracy."""
     paper = (row.beside, other.beside)
     if claim.by == "zeroed":
-        shown = [printed(p.before, p.before_std) for p in paper if p is not None and p.before is not None]
+        shown = [format_published(p.before, p.before_std) for p in paper if p is not None and p.before is not None]
     else:
         same = claim.by == beside
-        shown = [printed(p.accuracy, p.std) for p in paper if same and p is not None and p.accuracy is not None]
+        shown = [
+            format_published(p.accuracy, p.std) for p in paper if same and p is not None and p.accuracy is not None
+        ]
     return [f"the paper has {' and '.join(shown)}"] if len(shown) == 2 else []
 
 
-def _guessed(row: Row) -> float:
+def _guess_accuracy(row: ResultRow) -> float:
     """The accuracy of guessing."""
-    return 1 / CLASSES.get(data_of(row.cell), math.inf)
+    return 1 / CLASSES.get(find_dataset(row.cell), math.inf)
 
 
-def _where(row: Row) -> str:
-    if not isinstance(row.cell, Pruned):
+def _where(row: ResultRow) -> str:
+    if not isinstance(row.cell, PrunedCell):
         return row.cell.place
-    gated = "" if gate(row.cell) == NONE else f", gate {gate(row.cell)}"
-    return f"{row.cell.place}, {asked(row.cell)}{gated}{examples(row.cell)}"
+    gated = "" if format_gate(row.cell) == NONE else f", gate {format_gate(row.cell)}"
+    return f"{row.cell.place}, {format_cell_budget(row.cell)}{gated}{format_example_suffix(row.cell)}"
 
 
-def verdict(claim: Claim, pairs: Sequence[tuple[float, float]], guessed: float) -> str:
+def judge_pairs(claim: Claim, pairs: Sequence[tuple[float, float]], guessed: float) -> str:
     """Of two accuracies seed by seed; ``guessed`` is that of guessing."""
     if len(pairs) < RUNS:
         return OPEN
@@ -187,7 +198,7 @@ def verdict(claim: Claim, pairs: Sequence[tuple[float, float]], guessed: float) 
     return GOOD if ahead.mean > 0 else AGAINST
 
 
-def quicker(mine: Stat, other: Stat) -> str:
+def judge_seconds(mine: Stat, other: Stat) -> str:
     """Is the first one?"""
     large, small = max(mine.mean, other.mean), min(mine.mean, other.mean)
     if min(mine.count, other.count) < 2 and large <= PLAIN * small:
@@ -200,23 +211,23 @@ def quicker(mine: Stat, other: Stat) -> str:
 # --- numbers --------------------------------------------------------------------------------------------
 
 
-def departures(rows: Sequence[Row], beside: str) -> Iterator[str]:
+def find_deviations(rows: Sequence[ResultRow], beside: str) -> Iterator[str]:
     """Accuracies further from the paper's than both deviations together, and than the tolerance."""
     for row in rows:
         paper = row.beside
-        if paper is None or not isinstance(row.cell, Pruned):
+        if paper is None or not isinstance(row.cell, PrunedCell):
             continue
         pairs = [(beside, paper.accuracy, paper.std), ("zeroed", paper.before, paper.before_std)]
         for name, value, std in pairs:
             ours = row.stat(name)
-            if ours is not None and value is not None and _apart(ours, value, std):
+            if ours is not None and value is not None and _differs(ours, value, std):
                 words = "before fine-tuning (θ∖M)" if name == "zeroed" else name
                 once = " with a single run" if ours.count == 1 else ""
                 yield (
-                    f"{_where(row)}, {row.cell.label}, {words}: {percent(ours)}{once}, the paper has "
-                    f"{printed(value, std)} (line {paper.line})"
+                    f"{_where(row)}, {row.cell.label}, {words}: {format_percent(ours)}{once}, the paper has "
+                    f"{format_published(value, std)} (line {paper.line})"
                 )
 
 
-def _apart(ours: Stat, value: float, std: float | None) -> bool:
+def _differs(ours: Stat, value: float, std: float | None) -> bool:
     return abs(100 * ours.mean - value) > max(100 * ours.std + (std or 0.0), TOLERANCE)

@@ -8,21 +8,21 @@
 
 from collections.abc import Callable
 
-from sosp.errors import one_of
-from sosp.studies.cells import Cell, Pruned, Timed, Trained
-from sosp.studies.experiment import Claim, Experiment, Published, in_epochs, only, tiny, with_seeds
-from sosp.studies.paper.amc import amc_plainnet20
+from sosp.errors import check_choice
+from sosp.studies.cell_records import CellRecord
+from sosp.studies.cells import Cell, PrunedCell, TimedCell, TrainedCell
+from sosp.studies.experiment import Claim, Experiment, PublishedRow, limit_seeds, make_tiny, select_cells, set_epochs
 from sosp.studies.paper.before_finetuning import before_tuning
 from sosp.studies.paper.densenet40_cifar10 import densenet40
-from sosp.studies.paper.expansion import expand, expand_init, init_vs_trained, shuffle
 from sosp.studies.paper.global_pruning import global_high, global_medium
 from sosp.studies.paper.imagenet_resnets import imagenet
 from sosp.studies.paper.layer_correlations import correlations
+from sosp.studies.paper.plainnet20_cifar10 import amc_plainnet20
 from sosp.studies.paper.resnet56_cifar10 import resnet56
 from sosp.studies.paper.scoring_time import runtime
-from sosp.studies.runner import State, run, state
-from sosp.studies.setting import Setting
-from sosp.studies.store import Record
+from sosp.studies.paper.widened_bottlenecks import expand, expand_init, init_vs_trained, shuffle
+from sosp.studies.runner import ExperimentState, read_experiment_state, run_experiment
+from sosp.studies.workspace import ExperimentSettings
 
 EXPERIMENTS: dict[str, Callable[[], Experiment]] = {
     "resnet56-cifar10": resnet56,
@@ -41,14 +41,14 @@ EXPERIMENTS: dict[str, Callable[[], Experiment]] = {
 }
 
 
-def make(name: str) -> Experiment:
+def make_experiment(name: str) -> Experiment:
     """The experiment of that name, with the paper's settings."""
-    one_of("experiment", name, EXPERIMENTS)
+    check_choice("experiment", name, EXPERIMENTS)
     return EXPERIMENTS[name]()
 
 
 __all__ = [
-    "EXPERIMENTS", "make", "Experiment", "Published", "Claim", "Cell", "Trained", "Pruned", "Timed",
-    "tiny", "in_epochs", "with_seeds", "only",
-    "run", "state", "State", "Setting", "Record",
+    "EXPERIMENTS", "make_experiment", "Experiment", "PublishedRow", "Claim", "Cell", "TrainedCell", "PrunedCell", "TimedCell",
+    "make_tiny", "set_epochs", "limit_seeds", "select_cells",
+    "run_experiment", "read_experiment_state", "ExperimentState", "ExperimentSettings", "CellRecord",
 ]  # fmt: skip

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sosp.studies.cells import PAPER, Pruned, Trained
+from sosp.studies.cells import PAPER, PrunedCell, TrainedCell
 from sosp.studies.experiment import Claim, Experiment
-from sosp.studies.paper.resnet56_cifar10 import BEFORE, SECOND, SEEDS, averaged
+from sosp.studies.paper.resnet56_cifar10 import BEFORE, SECOND, SEEDS, make_averaged_rows
 
 RATIOS = (0.1, 0.3, 0.5, 0.7)
 METHODS = {"weights": ("sosp-h", "sosp-i", "first-order", "random"), "features": ("sosp-h", "sosp-i", "first-order")}
@@ -22,7 +22,7 @@ def before_tuning() -> Experiment:
         "ResNet-56 before fine-tuning: gates and examples",
         "App. A.1",
         tuple(cell for seed in SEEDS for gate in METHODS for cell in _cells(gate, seed)),
-        tuple(replace(row, accuracy=None, std=None) for row in averaged("cifar10")),
+        tuple(replace(row, accuracy=None, std=None) for row in make_averaged_rows("cifar10")),
         tuple(Claim(BEFORE, 850, method, "first-order", by=by) for by in MEASURED for method in SECOND),
         beside="zeroed",
         notes=(
@@ -32,9 +32,11 @@ def before_tuning() -> Experiment:
     )
 
 
-def _cells(gate: str, seed: int) -> list[Pruned]:
+def _cells(gate: str, seed: int) -> list[PrunedCell]:
     """Cells that one saliency serves come one after the other."""
-    start = Trained("resnet56", "cifar10")
-    found = [Pruned(start, method, ("ratio", ratio), NEVER, seed, gate) for method in METHODS[gate] for ratio in RATIOS]
+    start = TrainedCell("resnet56", "cifar10")
+    found = [
+        PrunedCell(start, method, ("ratio", ratio), NEVER, seed, gate) for method in METHODS[gate] for ratio in RATIOS
+    ]
     half = [cell for cell in found if cell.budget == ("ratio", 0.5) and cell.method != "random"]
     return [*found, *(replace(cell, examples=MORE) for cell in half)]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sosp.studies.cells import Pruned, Trained
+from sosp.studies.cells import PrunedCell, TrainedCell
 from sosp.studies.experiment import Claim, Experiment
-from sosp.studies.paper.resnet56_cifar10 import means, others
+from sosp.studies.paper.resnet56_cifar10 import make_layerwise_rows, make_mean_rows
 from sosp.training import SCHEDULES
 
 RATIOS = (0.3, 0.4, 0.2, 0.1)
@@ -37,18 +37,18 @@ OTHERS = (
 def densenet40() -> Experiment:
     """Both of SOSP's methods at the paper's four sizes."""
     schedule = SCHEDULES["densenet"]
-    start = Trained("densenet40", "cifar10", schedule)
+    start = TrainedCell("densenet40", "cifar10", schedule)
     return Experiment(
         "densenet40-cifar10",
         "DenseNet-40 on CIFAR-10",
         "Fig. 1c and d, App. A.14",
         tuple(
-            Pruned(start, method, ("ratio", ratio), schedule, seed)
+            PrunedCell(start, method, ("ratio", ratio), schedule, seed)
             for seed in SEEDS
             for ratio in RATIOS
             for method in ("sosp-h", "sosp-i")
         ),
-        (*means("densenet40", MEANS), *others("densenet40", OTHERS)),
+        (*make_mean_rows("densenet40", MEANS), *make_layerwise_rows("densenet40", OTHERS)),
         (Claim("SOSP-H and SOSP-I perform on par", 443, "sosp-h", "sosp-i", relation="equal"),),
         notes=(
             "The paper's means are printed a second time as those of the best trial. At the smallest size the two "

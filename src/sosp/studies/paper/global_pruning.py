@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sosp.studies.cells import PAPER, Pruned, Trained
-from sosp.studies.experiment import BASELINE, Claim, Experiment, Published
+from sosp.studies.cells import PAPER, PrunedCell, TrainedCell
+from sosp.studies.experiment import BASELINE, Claim, Experiment, PublishedRow
 from sosp.training import SCHEDULES
 
 SEEDS = (0, 1, 2)
@@ -19,8 +19,8 @@ ALL = 50_000
 EIGENDAMAGE = replace(PAPER, epochs=150, rate=1e-3, milestones=(0.5, 0.75))
 
 # Line, accuracy, its deviation, percent of the weights removed, percent of the MACs; by dataset.
-Cut = tuple[int, float, float | None, float | None, float | None]
-Table = dict[tuple[str, str], tuple[Cut, Cut]]
+PublishedPruning = tuple[int, float, float | None, float | None, float | None]
+Table = dict[tuple[str, str], tuple[PublishedPruning, PublishedPruning]]
 
 HIGH: Table = {
     ("vgg19", "baseline"): ((243, 94.18, None, None, None), (244, 73.45, None, None, None)),
@@ -132,16 +132,16 @@ def _experiment(name: str, title: str, where: str, table: Table, claims: tuple[C
     return Experiment(name, title, where, tuple(cells), published, claims, beside="best", notes=NOTES)
 
 
-def _published(table: Table, data: str, k: int) -> tuple[Published, ...]:
+def _published(table: Table, data: str, k: int) -> tuple[PublishedRow, ...]:
     found = []
     for (network, method), rows in table.items():
         line, accuracy, std, weights, macs = rows[k]
-        row = Published(line, network, data, method, accuracy, std, params_cut=weights, macs_cut=macs)
+        row = PublishedRow(line, network, data, method, accuracy, std, params_cut=weights, macs_cut=macs)
         found.append(_with_final(row, 2 * k + (table is HIGH)))
     return tuple(found)
 
 
-def _with_final(row: Published, which: int) -> Published:
+def _with_final(row: PublishedRow, which: int) -> PublishedRow:
     """The same with the paper's final accuracy, the so-manyth of its method."""
     if (row.network, row.method) not in FINAL:
         return row
@@ -150,7 +150,7 @@ def _with_final(row: Published, which: int) -> Published:
     return replace(row, final=final, final_std=std, final_line=first + which)
 
 
-def _cells(published: tuple[Published, ...], data: str, seed: int) -> list[Pruned]:
+def _cells(published: tuple[PublishedRow, ...], data: str, seed: int) -> list[PrunedCell]:
     """A cell for every row of the paper, with the share of weights that it has; two for EigenDamage and for C-OBD."""
     cells = [_cell(row, seed) for row in published if row.data == data and row.method != BASELINE]
     own = [replace(cell, tuning=EIGENDAMAGE, examples=ALL) for cell in cells if cell.method == "eigendamage"]
@@ -158,11 +158,11 @@ def _cells(published: tuple[Published, ...], data: str, seed: int) -> list[Prune
     return cells + own + within
 
 
-def _cell(row: Published, seed: int) -> Pruned:
+def _cell(row: PublishedRow, seed: int) -> PrunedCell:
     schedule = NETWORKS[row.network]
-    start = Trained(row.network, row.data, schedule)
+    start = TrainedCell(row.network, row.data, schedule)
     if row.method == "slimming-l1":
         start = replace(start, slimming=STRENGTH[row.network])
     assert row.budget is not None
     method = row.method.removesuffix("-l1")
-    return Pruned(start, method, row.budget, schedule, seed, cap=CAPS.get(row.network))
+    return PrunedCell(start, method, row.budget, schedule, seed, cap=CAPS.get(row.network))

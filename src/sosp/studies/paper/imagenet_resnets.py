@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from sosp.studies.cells import Pruned, Trained
-from sosp.studies.experiment import Experiment, Published
+from sosp.studies.cells import PrunedCell, TrainedCell
+from sosp.studies.experiment import Experiment, PublishedRow
 from sosp.training import SCHEDULES
 
 SCHEDULE = SCHEDULES["imagenet"]
 SEEDS = (0, 1)  # two trials
 
 # Line, method (* scaled by kernel size), accuracy, 10⁶ parameters, 10⁹ MACs. Ratios are printed for MobileNetV2 only.
-Row = tuple[int, str, float, float | None, float | None]
-TABLES: dict[str, tuple[Row, ...]] = {
+PublishedResNet = tuple[int, str, float, float | None, float | None]
+TABLES: dict[str, tuple[PublishedResNet, ...]] = {
     "resnet18": (
         (392, "baseline", 69.76, 11.7, 1.82),
         (394, "sosp-h", 69.63, 7.12, 1.37),
@@ -70,9 +70,9 @@ def imagenet() -> Experiment:
     )
 
 
-def _published(network: str, row: Row) -> Published:
+def _published(network: str, row: PublishedResNet) -> PublishedRow:
     line, method, accuracy, params, macs = row
-    return Published(
+    return PublishedRow(
         line,
         network,
         "imagenet",
@@ -85,8 +85,8 @@ def _published(network: str, row: Row) -> Published:
     )
 
 
-def _cell(row: Published, seed: int) -> Pruned:
+def _cell(row: PublishedRow, seed: int) -> PrunedCell:
     assert row.budget is not None
     scale = "kernel" if row.method.endswith("*") else None
-    start = Trained(row.network, row.data, SCHEDULE)
-    return Pruned(start, row.method.removesuffix("*"), row.budget, SCHEDULE, seed, scale=scale)
+    start = TrainedCell(row.network, row.data, SCHEDULE)
+    return PrunedCell(start, row.method.removesuffix("*"), row.budget, SCHEDULE, seed, scale=scale)

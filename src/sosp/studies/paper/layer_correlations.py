@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sosp.studies.cells import Pruned, Trained
+from sosp.studies.cells import PrunedCell, TrainedCell
 from sosp.studies.experiment import Claim, Experiment
 
 METHODS = ("sosp-i", "sosp-i-diagonal")
@@ -19,7 +19,7 @@ def correlations() -> Experiment:
         "SOSP-I with and without off-diagonal terms",
         "App. A.2",
         tuple(
-            Pruned(Trained(network, "cifar10"), method, ("ratio", ratio), seed=seed, cap=CAPS.get(network))
+            PrunedCell(TrainedCell(network, "cifar10"), method, ("ratio", ratio), seed=seed, cap=CAPS.get(network))
             for network, ratios in RATIOS.items()
             for seed in SEEDS
             for ratio in ratios

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sosp.studies.cells import Pruned, Trained
-from sosp.studies.experiment import Claim, Experiment, Published
+from sosp.studies.cells import PrunedCell, TrainedCell
+from sosp.studies.experiment import Claim, Experiment, PublishedRow
 
 METHODS = ("sosp-h", "sosp-i", "first-order", "random")
 RATIOS = (0.5, 0.7, 0.3, 0.1, 0.8)  # those that decide most first; the last one on CIFAR-10 only
@@ -72,13 +72,18 @@ CLAIMS = (
 
 def resnet56() -> Experiment:
     """Four methods at five ratios with the paper's gate, both of SOSP's with ours at a half; then CIFAR-100."""
-    start, hard = Trained("resnet56", "cifar10"), Trained("resnet56", "cifar100")
+    start, hard = TrainedCell("resnet56", "cifar10"), TrainedCell("resnet56", "cifar100")
     return Experiment(
         "resnet56-cifar10",
         "ResNet-56 on CIFAR: second order, first order, random",
         "Fig. 1a and b, App. A.1, App. A.14",
         (*_cells(start, METHODS, RATIOS, ("sosp-h", "sosp-i")), *_cells(hard, ("sosp-h", "first-order"), RATIOS[:-1])),
-        (*averaged("cifar10"), *averaged("cifar100"), *means("resnet56", MEANS), *others("resnet56", OTHERS)),
+        (
+            *make_averaged_rows("cifar10"),
+            *make_averaged_rows("cifar100"),
+            *make_mean_rows("resnet56", MEANS),
+            *make_layerwise_rows("resnet56", OTHERS),
+        ),
         CLAIMS,
         notes=(
             "The seed draws the examples to score with and the order of the fine-tuning; all start from one network.",
@@ -95,22 +100,22 @@ def resnet56() -> Experiment:
 
 
 def _cells(
-    start: Trained, methods: tuple[str, ...], ratios: tuple[float, ...], featured: tuple[str, ...] = ()
-) -> tuple[Pruned, ...]:
+    start: TrainedCell, methods: tuple[str, ...], ratios: tuple[float, ...], featured: tuple[str, ...] = ()
+) -> tuple[PrunedCell, ...]:
     """Seed by seed; with each the variants that are gated behind the batch norm."""
-    found: list[Pruned] = []
+    found: list[PrunedCell] = []
     for seed in SEEDS:
         for ratio in ratios:
-            found += [Pruned(start, method, ("ratio", ratio), seed=seed) for method in methods]
+            found += [PrunedCell(start, method, ("ratio", ratio), seed=seed) for method in methods]
             if ratio == 0.3:  # after what fills the first group
-                found += [Pruned(start, m, ("ratio", 0.5), seed=seed, gate="features") for m in featured]
+                found += [PrunedCell(start, m, ("ratio", 0.5), seed=seed, gate="features") for m in featured]
     return tuple(found)
 
 
-def averaged(data: str) -> tuple[Published, ...]:
+def make_averaged_rows(data: str) -> tuple[PublishedRow, ...]:
     """Rows with the mean of several trials."""
     return tuple(
-        Published(line, "resnet56", data, method, accuracy, std, before, spread, ratio, 1e3 * params, 1e6 * macs)
+        PublishedRow(line, "resnet56", data, method, accuracy, std, before, spread, ratio, 1e3 * params, 1e6 * macs)
         for (method, ratio), (line, accuracy, std, before, spread, params, macs) in AVERAGED[data].items()
     )
 
@@ -119,10 +124,10 @@ Mean = tuple[int, str, float | None, float, float | None, float, float]
 Other = tuple[int, str, float, float, float]
 
 
-def means(network: str, rows: tuple[Mean, ...]) -> tuple[Published, ...]:
+def make_mean_rows(network: str, rows: tuple[Mean, ...]) -> tuple[PublishedRow, ...]:
     """Rows of the table of means in App. A.14."""
     return tuple(
-        Published(
+        PublishedRow(
             line,
             network,
             "cifar10",
@@ -138,9 +143,9 @@ def means(network: str, rows: tuple[Mean, ...]) -> tuple[Published, ...]:
     )
 
 
-def others(network: str, rows: tuple[Other, ...]) -> tuple[Published, ...]:
+def make_layerwise_rows(network: str, rows: tuple[Other, ...]) -> tuple[PublishedRow, ...]:
     """Methods that prune layer by layer, of App. A.14."""
     return tuple(
-        Published(line, network, "cifar10", method, accuracy, params=1e6 * params, macs=1e6 * macs)
+        PublishedRow(line, network, "cifar10", method, accuracy, params=1e6 * params, macs=1e6 * macs)
         for line, method, accuracy, params, macs in rows
     )

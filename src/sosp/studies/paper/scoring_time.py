@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sosp.studies.cells import Timed
-from sosp.studies.experiment import Claim, Experiment, Published
+from sosp.studies.cells import TimedCell
+from sosp.studies.experiment import Claim, Experiment, PublishedRow
 
 METHODS = ("sosp-h", "sosp-i")
 NETWORKS = ("resnet56", "resnet32x4", "densenet40", "vgg19")
@@ -31,16 +31,16 @@ SECONDS: dict[str, dict[tuple[str, str], tuple[int, float, float | None]]] = {
 
 def runtime() -> Experiment:
     """Every network of the table, ResNet-50 with all of its outputs, and ResNet-56 up to eight times as wide."""
-    table = [Timed(network, "cifar10", method) for network in NETWORKS for method in METHODS]
-    wider = [Timed("resnet56", "cifar10", method, width) for width in WIDTHS for method in METHODS]
-    large = [Timed("resnet50", "imagenet", "sosp-h"), Timed("resnet50", "imagenet", "sosp-i", repeats=1)]
+    table = [TimedCell(network, "cifar10", method) for network in NETWORKS for method in METHODS]
+    wider = [TimedCell("resnet56", "cifar10", method, width) for width in WIDTHS for method in METHODS]
+    large = [TimedCell("resnet50", "imagenet", "sosp-h"), TimedCell("resnet50", "imagenet", "sosp-i", repeats=1)]
     return Experiment(
         "runtime",
         "Seconds of the pruning step",
         "Fig. 2, App. A.6",
         (*table, *wider, *large),
         tuple(
-            Published(line, network, data, method, seconds=seconds, seconds_std=std)
+            PublishedRow(line, network, data, method, seconds=seconds, seconds_std=std)
             for method, rows in SECONDS.items()
             for (network, data), (line, seconds, std) in rows.items()
         ),

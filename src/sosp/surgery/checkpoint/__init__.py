@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.core.files import about, as_path, line, read, write
+from sosp.core.safetensors_files import describe_error, parse_path, prefix_errors, read_safetensors, write_safetensors
 from sosp.errors import ArgumentError, CheckpointError
 from sosp.graph.mask import Mask
-from sosp.surgery.checkpoint.model import (
-    aliases_of,
-    apart,
+from sosp.surgery.checkpoint.model_record import Saved, encode_record
+from sosp.surgery.checkpoint.model_state import (
     check_model,
-    kind,
-    plain,
-    rebuild,
+    describe_tensor,
+    find_aliases,
+    find_transient_tensors,
+    format_dtype,
+    read_state_dict,
+    rebuild_model,
     refuse_hooks,
-    state_of,
-    stored,
-    transient,
+    separate_tensors,
+    unwrap_model,
 )
-from sosp.surgery.checkpoint.reader import decode
-from sosp.surgery.checkpoint.recipe_shapes import check_shapes, shapes
-from sosp.surgery.checkpoint.record import Saved, encode
+from sosp.surgery.checkpoint.reader import decode_record
+from sosp.surgery.checkpoint.recipe_shapes import check_shapes, collect_shapes
 
 
 def save(path: str | Path, small: nn.Module, mask: Mask | None = None) -> None:
@@ -44,17 +44,17 @@ def save(path: str | Path, small: nn.Module, mask: Mask | None = None) -> None:
     Raises:
         CheckpointError: If the network cannot be stored or the file cannot be written.
     """
-    file, model = as_path(path), plain(small)
+    file, model = parse_path(path), unwrap_model(small)
     if mask is not None and not isinstance(mask, Mask):
         raise ArgumentError(f"mask={mask!r:.80} is a {type(mask).__name__}; give a sosp.Mask or nothing.")
-    with about(file):
+    with prefix_errors(file):
         refuse_hooks(model)
-        state = state_of(model)
-        saved = describe(model, state, mask)
-        document, indices = encode(saved)
-        tensors = {**apart({name: state[name] for name in saved.tensors}), **indices}
-        check_shapes(decode(document, tensors))  # what could not be read is not written
-        write(file, document, tensors)
+        state = read_state_dict(model)
+        saved = describe_model(model, state, mask)
+        document, indices = encode_record(saved)
+        tensors = {**separate_tensors({name: state[name] for name in saved.tensors}), **indices}
+        check_shapes(decode_record(document, tensors))  # what could not be read is not written
+        write_safetensors(file, document, tensors)
 
 
 def load(path: str | Path, model: nn.Module) -> nn.Module:
@@ -73,17 +73,17 @@ def load(path: str | Path, model: nn.Module) -> nn.Module:
     Raises:
         CheckpointError: If the file is damaged, or not of this network.
     """
-    file, original = as_path(path), plain(model)
-    with about(file):
+    file, original = parse_path(path), unwrap_model(model)
+    with prefix_errors(file):
         saved, tensors = _read(file)
         check_model(saved, original)
         twin: Any = copy.deepcopy(original)
         try:
-            rebuild(saved, tensors, twin)
+            rebuild_model(saved, tensors, twin)
         except CheckpointError:
             raise
         except Exception as error:  # of a module that is not what a forged recipe takes it for
-            raise CheckpointError(f"does not fit the model ({line(error)}).") from error
+            raise CheckpointError(f"does not fit the model ({describe_error(error)}).") from error
     if saved.recipes:
         twin.sosp_recipes, twin.sosp_shapes = saved.recipes, dict(saved.original)
     return twin
@@ -98,23 +98,23 @@ def inspect(path: str | Path) -> Saved:
     Raises:
         CheckpointError: If the file is damaged.
     """
-    file = as_path(path)
-    with about(file):
+    file = parse_path(path)
+    with prefix_errors(file):
         return _read(file)[0]
 
 
 def _read(file: Path) -> tuple[Saved, dict[str, Tensor]]:
-    document, tensors = read(file)
-    saved = decode(document, tensors)
+    document, tensors = read_safetensors(file)
+    saved = decode_record(document, tensors)
     check_shapes(saved)
     return saved, tensors
 
 
-def describe(model: nn.Module, state: dict[str, Tensor], mask: Mask | None) -> Saved:
+def describe_model(model: nn.Module, state: dict[str, Tensor], mask: Mask | None) -> Saved:
     """All that a file says beside the numbers."""
-    aliases = aliases_of(state)
+    aliases = find_aliases(state)
     recipes = tuple(getattr(model, "sosp_recipes", ()))
-    original = getattr(model, "sosp_shapes", None) if recipes else shapes(model)
+    original = getattr(model, "sosp_shapes", None) if recipes else collect_shapes(model)
     if original is None:
         raise CheckpointError("the model has recipes but not the shapes from before (sosp_shapes); use sosp.shrink.")
     return Saved(
@@ -122,13 +122,13 @@ def describe(model: nn.Module, state: dict[str, Tensor], mask: Mask | None) -> S
         torch=torch.__version__,
         module=type(model).__module__,
         qualname=type(model).__qualname__,
-        tensors={name: stored(x) for name, x in state.items() if name not in aliases},
+        tensors={name: describe_tensor(x) for name, x in state.items() if name not in aliases},
         aliases=aliases,
         original=original,
-        transient={name: kind(x) for name, x in transient(model).items() if x.is_floating_point()},
+        transient={name: format_dtype(x) for name, x in find_transient_tensors(model).items() if x.is_floating_point()},
         recipes=recipes,
         mask=mask,
     )
 
 
-__all__ = ["Saved", "inspect", "load", "save", "shapes"]
+__all__ = ["Saved", "inspect", "load", "save", "collect_shapes"]

@@ -9,30 +9,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sosp.core.schema import Check, fields, flag, many, maybe, named, number, one_of, parse, refuse, text, whole
+from sosp.core.json_checks import (
+    Check,
+    allow_null,
+    check_boolean,
+    check_float,
+    check_integer,
+    check_string,
+    expect_choice,
+    expect_fields,
+    expect_list,
+    expect_object,
+    parse_json,
+    refuse_value,
+)
 from sosp.errors import CheckpointError
 from sosp.graph.mask import Mask
-from sosp.graph.recipe import Placing, Recipe
+from sosp.graph.recipe import Recipe, ScatterIndex
 from sosp.graph.records import Layer
-from sosp.surgery.checkpoint.record import DTYPES, INDEX, LAYOUTS, Saved, Shape, Stored
+from sosp.surgery.checkpoint.model_record import DTYPES, INDEX, LAYOUTS, Saved, Shape, StoredTensor
 
 AXES = {str(axis): axis for axis in range(8)}  # JSON has strings for keys
-AXIS: Check[int] = partial(whole, low=-8, high=7)
-SHAPE: Check[Shape] = many(whole)
-DTYPE = one_of(DTYPES)
-LAYER = fields(
-    name=text, channels=whole, axis=AXIS, norms=many(text), kernel=number, params=number, macs=number, depthwise=flag
+AXIS: Check[int] = partial(check_integer, low=-8, high=7)
+SHAPE: Check[Shape] = expect_list(check_integer)
+DTYPE = expect_choice(DTYPES)
+LAYER = expect_fields(
+    name=check_string,
+    channels=check_integer,
+    axis=AXIS,
+    norms=expect_list(check_string),
+    kernel=check_float,
+    params=check_float,
+    macs=check_float,
+    depthwise=check_boolean,
 )
 
 
-def tensor(value: Any, at: str) -> Stored:
-    found = Stored(**fields(dtype=DTYPE, shape=SHAPE, layout=one_of(LAYOUTS))(value, at))
+def check_stored_tensor(value: Any, at: str) -> StoredTensor:
+    found = StoredTensor(**expect_fields(dtype=DTYPE, shape=SHAPE, layout=expect_choice(LAYOUTS))(value, at))
     if LAYOUTS[found.layout][1] not in (None, len(found.shape)):
-        refuse(found.layout, f"{at}.layout", f"a layout for {len(found.shape)} dimensions")
+        refuse_value(found.layout, f"{at}.layout", f"a layout for {len(found.shape)} dimensions")
     return found
 
 
-class Indices:
+class IndexReader:
     """The index tensors of a file, looked up by number."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -40,10 +60,10 @@ class Indices:
         self.used: set[str] = set()
 
     def any(self, value: Any, at: str) -> Tensor:
-        name = f"{INDEX}{whole(value, at)}"
+        name = f"{INDEX}{check_integer(value, at)}"
         found = self.tensors.get(name)
         if found is None or found.dtype != torch.int64:
-            refuse(value, at, "the number of an index tensor in the file")
+            refuse_value(value, at, "the number of an index tensor in the file")
         self.used.add(name)
         return found.clone()  # one for every use: a model takes them for its buffers
 
@@ -51,61 +71,65 @@ class Indices:
         """A vector of numbers from ``low`` to below ``high``."""
         found = self.any(value, at)
         if found.dim() != 1 or (found < low).any() or (high is not None and (found >= high).any()):
-            refuse(found.flatten()[:5].tolist(), at, f"an index of numbers from {low} to below {high or 'the size'}")
+            refuse_value(
+                found.flatten()[:5].tolist(), at, f"an index of numbers from {low} to below {high or 'the size'}"
+            )
         return found
 
     def axes(self, value: Any, at: str) -> dict[int, Tensor]:
-        found = named(self.below)(value, at)
-        return {AXES[a] if a in AXES else refuse(a, at, "an axis from 0 to 7"): index for a, index in found.items()}
+        found = expect_object(self.below)(value, at)
+        return {
+            AXES[a] if a in AXES else refuse_value(a, at, "an axis from 0 to 7"): index for a, index in found.items()
+        }
 
     def pair(self, value: Any, at: str) -> tuple[Tensor, Tensor]:
         """Rows (R,) and columns (R, c)."""
         if not isinstance(value, list) or len(value) != 2:
-            refuse(value, at, "two index tensors")
+            refuse_value(value, at, "two index tensors")
         rows, columns = self.below(value[0], at), self.any(value[1], at)
         if columns.dim() != 2 or len(columns) != len(rows) or (columns < 0).any():
-            refuse(tuple(columns.shape), at, f"columns for {len(rows)} rows")
+            refuse_value(tuple(columns.shape), at, f"columns for {len(rows)} rows")
         return rows, columns
 
-    def placing(self, value: Any, at: str) -> Placing:
-        found = fields(index=self.any, axis=AXIS, given=whole)(value, at)
+    def placing(self, value: Any, at: str) -> ScatterIndex:
+        found = expect_fields(index=self.any, axis=AXIS, given=check_integer)(value, at)
         self.below(value["index"], f"{at}.index", -1, found["given"])
-        return Placing(**found)
+        return ScatterIndex(**found)
 
     def recipe(self, value: Any, at: str) -> Recipe:
-        found = fields(
-            slices=named(self.axes), grouped=named(self.pair), sizes=named(named(whole)),
-            scatters=named(maybe(self.placing)), emptied=many(text), passed=many(text),
+        found = expect_fields(
+            slices=expect_object(self.axes), grouped=expect_object(self.pair), sizes=expect_object(expect_object(check_integer)),
+            scatters=expect_object(allow_null(self.placing)), emptied=expect_list(check_string), passed=expect_list(check_string),
         )(value, at)  # fmt: skip
         return Recipe(**found)
 
     def channels(self, value: Any, at: str) -> Tensor:
         found = self.below(value, at)
         if (found.diff() <= 0).any():
-            refuse(found[:5].tolist(), at, "a sorted list of channels")
+            refuse_value(found[:5].tolist(), at, "a sorted list of channels")
         return found
 
     def mask(self, value: Any, at: str) -> Mask:
-        found = fields(
-            kind=one_of(("filters", "weights")), layers=many(LAYER), removed=named(self.channels),
-            structures=whole, chosen=whole, norms=named(self.channels),
+        found = expect_fields(
+            kind=expect_choice(("filters", "weights")), layers=expect_list(LAYER), removed=expect_object(self.channels),
+            structures=check_integer, chosen=check_integer, norms=expect_object(self.channels),
         )(value, at)  # fmt: skip
         found["layers"] = tuple(Layer(**layer) for layer in found["layers"])
         widths = {layer.name: layer.channels for layer in found["layers"]}
         for name, gone in found["removed"].items():
             if name not in widths or (gone >= widths[name]).any():
-                refuse(gone[-5:].tolist(), f"{at}.removed[{name!r}]", f"channels of its {widths.get(name, 0)}")
-        whole(found["chosen"], f"{at}.chosen", high=found["structures"])
+                refuse_value(gone[-5:].tolist(), f"{at}.removed[{name!r}]", f"channels of its {widths.get(name, 0)}")
+        check_integer(found["chosen"], f"{at}.chosen", high=found["structures"])
         return Mask(**found)
 
 
-def decode(document: str, tensors: Mapping[str, Tensor]) -> Saved:
+def decode_record(document: str, tensors: Mapping[str, Tensor]) -> Saved:
     """The record, from its JSON and all tensors of the file."""
-    indices = Indices(tensors)
-    claims = fields(
-        sosp=text, torch=text, module=text, qualname=text, tensors=named(tensor), aliases=named(text),
-        original=named(SHAPE), transient=named(DTYPE), recipes=many(indices.recipe), mask=maybe(indices.mask),
-    )(parse(document), "")  # fmt: skip
+    indices = IndexReader(tensors)
+    claims = expect_fields(
+        sosp=check_string, torch=check_string, module=check_string, qualname=check_string, tensors=expect_object(check_stored_tensor), aliases=expect_object(check_string),
+        original=expect_object(SHAPE), transient=expect_object(DTYPE), recipes=expect_list(indices.recipe), mask=allow_null(indices.mask),
+    )(parse_json(document), "")  # fmt: skip
     saved = Saved(**claims)
     _check_tensors(saved, {name: x for name, x in tensors.items() if name not in indices.used})
     return saved

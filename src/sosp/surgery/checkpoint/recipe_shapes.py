@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from sosp.errors import CheckpointError
 from sosp.graph.recipe import Recipe
-from sosp.surgery.checkpoint.record import Saved, Shape
+from sosp.surgery.checkpoint.model_record import Saved, Shape
 
 
-def shapes(model: nn.Module) -> dict[str, Shape]:
+def collect_shapes(model: nn.Module) -> dict[str, Shape]:
     """The shape of every tensor in the state dict."""
     return {name: tuple(x.shape) for name, x in model.state_dict().items() if isinstance(x, Tensor)}
 
@@ -31,7 +31,7 @@ def check_shapes(saved: Saved) -> None:
         shape = saved.original[name]
         for recipe in saved.recipes:
             for known in names[name]:
-                shape = after(shape, recipe, known)
+                shape = compute_new_shape(shape, recipe, known)
         if shape != stored.shape:
             raise CheckpointError(
                 f"{name!r} is {stored.shape}, but shrinking made it {shape}: it was changed afterwards. "
@@ -39,7 +39,7 @@ def check_shapes(saved: Saved) -> None:
             )
 
 
-def after(shape: Shape, recipe: Recipe, name: str) -> Shape:
+def compute_new_shape(shape: Shape, recipe: Recipe, name: str) -> Shape:
     """The shape that a recipe leaves of a tensor of that name."""
     if name in recipe.grouped:
         rows, columns = recipe.grouped[name]

@@ -7,16 +7,23 @@ from typing import Any
 
 from matplotlib.ticker import PercentFormatter
 
-from sosp.app.report.facts import Facts
-from sosp.app.report.section import Cell, Number, Section, Table, share, whole
-from sosp.app.report.sections.comparison import CYCLE
-from sosp.app.report.theme import MUTED, SMALL, Plot, blank
+from sosp.app.report.run_facts import RunFacts
+from sosp.app.report.section import (
+    FormattedNumber,
+    ReportSection,
+    ReportTable,
+    TableCell,
+    make_share_cell,
+    make_whole_cell,
+)
+from sosp.app.report.sections.comparison import LINE_STYLES
+from sosp.app.report.theme import MUTED, SMALL, Plot, create_figure
 
 Part = Mapping[str, Any]  # name, structures, removed at each ratio, p, factor, verdict
 DRAWN = 12  # blocks that still can be told apart, those first that are not as needed
 
 
-def section(facts: Facts) -> Section | None:
+def build_section(facts: RunFacts) -> ReportSection | None:
     found = facts.bottlenecks
     if found is None or not found["blocks"]:
         return None
@@ -27,7 +34,7 @@ def section(facts: Facts) -> Section | None:
     ]
     chosen = sorted(found["blocks"], key=lambda part: part["verdict"] == "as needed")[:DRAWN]
     plots = (lines([part for part in found["blocks"] if part in chosen], found["ratios"]),)
-    return Section("bottlenecks", "Where it is too narrow", tuple(words), plots, (table(found["blocks"]),))
+    return ReportSection("bottlenecks", "Where it is too narrow", tuple(words), plots, (table(found["blocks"]),))
 
 
 def _price(found: Mapping[str, Any]) -> str:
@@ -41,9 +48,9 @@ def _price(found: Mapping[str, Any]) -> str:
 
 
 def lines(blocks: Sequence[Part], ratios: Sequence[float]) -> Plot:
-    drawn, axes = blank(SMALL, 3.3 + 0.17 * -(-len(blocks) // 3))
+    drawn, axes = create_figure(SMALL, 3.3 + 0.17 * -(-len(blocks) // 3))
     axes.plot([0, 1], [0, 1], ":", color=MUTED, linewidth=1.2)
-    for part, (colour, marker, dash) in zip(blocks, CYCLE, strict=False):
+    for part, (colour, marker, dash) in zip(blocks, LINE_STYLES, strict=False):
         axes.plot(ratios, part["removed"], linestyle=dash, marker=marker, color=colour, label=part["name"])
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -54,20 +61,20 @@ def lines(blocks: Sequence[Part], ratios: Sequence[float]) -> Plot:
     return Plot("bottlenecks", drawn, f"What every block loses as the network loses more. {said}.")
 
 
-def table(blocks: Sequence[Part]) -> Table:
+def table(blocks: Sequence[Part]) -> ReportTable:
     """A row per block."""
     head = ("block", "layers", "structures", "at half of all", "factor", "chance", "verdict")
-    return Table("Every block", head, tuple(map(_row, blocks)))
+    return ReportTable("Every block", head, tuple(map(_row, blocks)))
 
 
-def _row(part: Part) -> tuple[Cell, ...]:
+def _row(part: Part) -> tuple[TableCell, ...]:
     middle = part["removed"][len(part["removed"]) // 2]
     return (
         part["name"],
-        whole(len(part["layers"])),
-        whole(part["structures"]),
-        share(middle),
-        Number(f"× {part['factor']:.2f}", part["factor"]),
-        Number(f"{part['p']:.2g}", part["p"]),
+        make_whole_cell(len(part["layers"])),
+        make_whole_cell(part["structures"]),
+        make_share_cell(middle),
+        FormattedNumber(f"× {part['factor']:.2f}", part["factor"]),
+        FormattedNumber(f"{part['p']:.2g}", part["p"]),
         part["verdict"],
     )

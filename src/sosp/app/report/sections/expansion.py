@@ -6,38 +6,46 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any
 
-from sosp.app.report.facts import Facts
-from sosp.app.report.section import Cell, Number, Section, Table, large, share, whole
-from sosp.app.report.sections.comparison import COSTS, curve
-from sosp.studies.compare.summary import Summary
+from sosp.app.report.run_facts import RunFacts
+from sosp.app.report.section import (
+    FormattedNumber,
+    ReportSection,
+    ReportTable,
+    TableCell,
+    make_large_cell,
+    make_share_cell,
+    make_whole_cell,
+)
+from sosp.app.report.sections.comparison import COSTS, plot_accuracy
+from sosp.studies.compare.summary import ComparisonSummary
 
 Points = Sequence[Mapping[str, Any]]  # as they stand in result.json
 # Key of a point -> the figure of a summary.
 FIGURES = {"tuned": "tuned", "params": "params", "macs": "macs"}
 
 
-def section(facts: Facts) -> Section | None:
+def build_section(facts: RunFacts) -> ReportSection | None:
     found = facts.results.get("expand")
     if not found or not (points := [p for p in found["points"] if p["tuned"] is not None]):
         return None
     words = [
         "The blocks that lose least were widened and the network trained, pruned and fine-tuned anew (expand), beside "
         "the network as it was (vanilla) and one in which every layer is a little wider (widen).",
-        *(chosen(choice) for choice in found["choices"]),
+        *(describe_choice(choice) for choice in found["choices"]),
         *dict.fromkeys(f"Refused: {p['course']}: {p['refusal']}" for p in found["points"] if p["refusal"]),
     ]
-    plots = tuple(curve(averaged(points), "tuned", cost, None) for cost in COSTS)
-    return Section("expansion", "What widening brought", tuple(words), plots, (table(found["points"]),))
+    plots = tuple(plot_accuracy(average_seeds(points), "tuned", cost, None) for cost in COSTS)
+    return ReportSection("expansion", "What widening brought", tuple(words), plots, (table(found["points"]),))
 
 
-def chosen(choice: Mapping[str, Any]) -> str:
+def describe_choice(choice: Mapping[str, Any]) -> str:
     blocks = ", ".join(choice["blocks"])
     return (
         f"Seed {choice['seed']}: expand widens {blocks}; widen takes every layer × {choice['constant']['factor']:.3g}."
     )
 
 
-def averaged(points: Points) -> list[Summary]:
+def average_seeds(points: Points) -> list[ComparisonSummary]:
     """A course at a size, over its seeds."""
     groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
     for point in points:
@@ -45,20 +53,27 @@ def averaged(points: Points) -> list[Summary]:
     return [_summary(course, size, group) for (course, size), group in groups.items()]
 
 
-def _summary(course: str, size: float, group: Points) -> Summary:
+def _summary(course: str, size: float, group: Points) -> ComparisonSummary:
     values = {name: [float(point[key]) for point in group] for key, name in FIGURES.items()}
     stds = {name: stdev(found) if len(found) > 1 else 0.0 for name, found in values.items()}
-    return Summary(course, size, len(group), {name: mean(found) for name, found in values.items()}, stds)
+    return ComparisonSummary(course, size, len(group), {name: mean(found) for name, found in values.items()}, stds)
 
 
-def table(points: Points) -> Table:
+def table(points: Points) -> ReportTable:
     head = ("network", "seed", "before the cut", "cut to", "parameters", "MACs", "after the cut", "fine-tuned")
-    return Table("Every network", head, tuple(map(_row, points)))
+    return ReportTable("Every network", head, tuple(map(_row, points)))
 
 
-def _row(point: Mapping[str, Any]) -> tuple[Cell, ...]:
-    start = (point["course"], Number(str(point["seed"]), point["seed"]), share(point["whole"]))
+def _row(point: Mapping[str, Any]) -> tuple[TableCell, ...]:
+    start = (point["course"], FormattedNumber(str(point["seed"]), point["seed"]), make_share_cell(point["whole"]))
     size = f"{point['budget']} {point['size']:g}"
     if point["refusal"]:
         return (*start, size, "refused", "", "", "")
-    return (*start, size, whole(point["params"]), large(point["macs"]), share(point["cut"]), share(point["tuned"]))
+    return (
+        *start,
+        size,
+        make_whole_cell(point["params"]),
+        make_large_cell(point["macs"]),
+        make_share_cell(point["cut"]),
+        make_share_cell(point["tuned"]),
+    )

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from matplotlib.ticker import PercentFormatter
 
-from sosp.app.report.axis import label_layers, width_for
-from sosp.app.report.facts import Facts, Layer
-from sosp.app.report.section import Section, Table, share, times, whole
-from sosp.app.report.theme import INK, LINE, REMOVED, Plot, blank
+from sosp.app.report.layer_axis import compute_figure_width, label_layers
+from sosp.app.report.run_facts import ReportLayer, RunFacts
+from sosp.app.report.section import ReportSection, ReportTable, format_shape, make_share_cell, make_whole_cell
+from sosp.app.report.theme import INK, LINE, REMOVED, Plot, create_figure
 
 
-def section(facts: Facts) -> Section | None:
+def build_section(facts: RunFacts) -> ReportSection | None:
     if not facts.layers:
         return None
     total, gone = sum(x.channels for x in facts.layers), sum(x.removed for x in facts.layers)
@@ -20,13 +20,13 @@ def section(facts: Facts) -> Section | None:
         f"{gone:,} of {total:,} channels in {len(facts.layers)} layers are gone. Layers that lost much had more than "
         "they needed; those that lost little are the narrow places of this network.",
     )
-    return Section("layers", "What was removed", words, (bars(facts.layers),), (table(facts.layers),))
+    return ReportSection("layers", "What was removed", words, (bars(facts.layers),), (table(facts.layers),))
 
 
-def bars(layers: Sequence[Layer]) -> Plot:
+def bars(layers: Sequence[ReportLayer]) -> Plot:
     """The paper's figure: a bar per layer."""
     names = [x.name for x in layers]
-    figure, axes = blank(width_for(names), 3.4)
+    figure, axes = create_figure(compute_figure_width(names), 3.4)
     label_layers(axes, names)
     axes.bar(range(len(layers)), [1.0] * len(layers), width=0.8, color=LINE)
     found = axes.bar(range(len(layers)), [x.ratio for x in layers], width=0.8, color=REMOVED)
@@ -44,16 +44,16 @@ def bars(layers: Sequence[Layer]) -> Plot:
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylabel("channels removed")
-    return Plot("layers", figure, says(layers, overall), tips)
+    return Plot("layers", figure, describe_plot(layers, overall), tips)
 
 
-def describe(layer: Layer) -> str:
-    shape = f", weight {times(layer.shape)}" if layer.shape else ""
+def describe(layer: ReportLayer) -> str:
+    shape = f", weight {format_shape(layer.shape)}" if layer.shape else ""
     kept = layer.channels - layer.removed
     return f"{layer.name}{shape}: {kept} of {layer.channels} channels kept, {layer.removed} removed ({layer.ratio:.1%})"
 
 
-def says(layers: Sequence[Layer], overall: float) -> str:
+def describe_plot(layers: Sequence[ReportLayer], overall: float) -> str:
     most, least = max(layers, key=lambda x: x.ratio), min(layers, key=lambda x: x.ratio)
     return (
         f"Bar chart of the share of channels removed from each of {len(layers)} layers, {overall:.0%} in all. "
@@ -61,10 +61,17 @@ def says(layers: Sequence[Layer], overall: float) -> str:
     )
 
 
-def table(layers: Sequence[Layer]) -> Table:
+def table(layers: Sequence[ReportLayer]) -> ReportTable:
     rows = tuple(
-        (x.name, times(x.shape), times(x.left), whole(x.channels - x.removed), whole(x.removed), share(x.ratio))
+        (
+            x.name,
+            format_shape(x.shape),
+            format_shape(x.left),
+            make_whole_cell(x.channels - x.removed),
+            make_whole_cell(x.removed),
+            make_share_cell(x.ratio),
+        )
         for x in layers
     )
     head = ("layer", "weight before", "weight left", "channels kept", "removed", "share")
-    return Table("Every layer, in numbers", head, rows, folded=True)
+    return ReportTable("Every layer, in numbers", head, rows, folded=True)

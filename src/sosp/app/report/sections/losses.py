@@ -5,9 +5,16 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from sosp.app.report.facts import Course, Facts, Point
-from sosp.app.report.section import Cell, Section, Table, figure, share, whole
-from sosp.app.report.theme import GREEN, INK, KEPT, REMOVED, SMALL, Plot, blank, log_scale
+from sosp.app.report.run_facts import LossCurve, LossPoint, RunFacts
+from sosp.app.report.section import (
+    ReportSection,
+    ReportTable,
+    TableCell,
+    make_figure_cell,
+    make_share_cell,
+    make_whole_cell,
+)
+from sosp.app.report.theme import GREEN, INK, KEPT, REMOVED, SMALL, Plot, create_figure, set_log_scale
 
 FACTOR = 2  # predictions within it are called good
 # Method -> what its second-order prediction adds up.
@@ -19,7 +26,7 @@ SECOND = {
 }
 
 
-def section(facts: Facts) -> Section | None:
+def build_section(facts: RunFacts) -> ReportSection | None:
     course, pruned = facts.course, facts.results.get("prune")
     if course is None or pruned is None or len(course.points) < 2:
         return None
@@ -32,10 +39,10 @@ def section(facts: Facts) -> Section | None:
         second = f" Second order: {SECOND[method]}." if method in SECOND else ""
         words.append(f"First order: the sum of the slopes of what is gone.{second} {verdict(course, pruned)}")
     plots = (changes(course, pruned["structures"]), accuracies(course, pruned["structures"]))
-    return Section("losses", "How good the approximation was", tuple(words), plots, (table(course, pruned),))
+    return ReportSection("losses", "How good the approximation was", tuple(words), plots, (table(course, pruned),))
 
 
-def verdict(course: Course, pruned: dict[str, int]) -> str:
+def verdict(course: LossCurve, pruned: dict[str, int]) -> str:
     """How far the best prediction there is stays near what was measured."""
     order = "second" if course.points[-1].second is not None else "first"
     start, good = course.points[0], 0
@@ -57,12 +64,12 @@ def near(found: float, wanted: float) -> bool:
     return found * wanted >= 0 and abs(wanted) / FACTOR <= abs(found) <= abs(wanted) * FACTOR
 
 
-def change(point: Point, start: Point) -> float | None:
+def change(point: LossPoint, start: LossPoint) -> float | None:
     return None if point.loss is None or start.loss is None else point.loss - start.loss
 
 
-def changes(course: Course, structures: int) -> Plot:
-    drawn, axes = blank(SMALL, 3.1)
+def changes(course: LossCurve, structures: int) -> Plot:
+    drawn, axes = create_figure(SMALL, 3.1)
     start, points = course.points[0], course.points[1:]
     lines = (
         ("measured", INK, "o", "-", [change(p, start) for p in points]),
@@ -75,32 +82,32 @@ def changes(course: Course, structures: int) -> Plot:
             axes.plot(*zip(*known, strict=True), style, color=colour, marker=marker, label=label)
     positive = [v for *_, values in lines for v in values if v is not None]
     if positive and min(positive) > 0:
-        log_scale(axes)
+        set_log_scale(axes)
     axes.set_title("change of the loss")
-    _shared(axes)
+    _format_axes(axes)
     drawn.legend(loc="outside lower left", ncols=3)
-    return Plot("losses", drawn, says(course, start))
+    return Plot("losses", drawn, describe_plot(course, start))
 
 
-def accuracies(course: Course, structures: int) -> Plot:
-    drawn, axes = blank(SMALL, 3.1)
+def accuracies(course: LossCurve, structures: int) -> Plot:
+    drawn, axes = create_figure(SMALL, 3.1)
     known = [(p.removed / structures, p.top1) for p in course.points if p.top1 is not None]
     axes.plot(*zip(*known, strict=True), "-o", color=KEPT)
     axes.set_ylim(0, 1.03)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_title("accuracy on these examples")
-    _shared(axes)
+    _format_axes(axes)
     first, last = known[0][1], known[-1][1]
     return Plot("cut-accuracy", drawn, f"Accuracy as structures go, from {first:.1%} to {last:.1%}.")
 
 
-def _shared(axes: Axes) -> None:
+def _format_axes(axes: Axes) -> None:
     axes.set_xlabel("structures removed")
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlim(left=0)
 
 
-def says(course: Course, start: Point) -> str:
+def describe_plot(course: LossCurve, start: LossPoint) -> str:
     last = course.points[-1]
     found = change(last, start)
     measured = "no number" if found is None else f"{found:.3g}"
@@ -108,13 +115,19 @@ def says(course: Course, start: Point) -> str:
     return f"Change of the loss as structures go. With all {last.removed:,} gone: measured {measured}{guess}."
 
 
-def table(course: Course, pruned: dict[str, int]) -> Table:
+def table(course: LossCurve, pruned: dict[str, int]) -> ReportTable:
     start = course.points[0]
     rows = tuple(_row(p, start, pruned["structures"]) for p in course.points)
     head = ("structures removed", "share", "loss", "change", "first order", "second order", "accuracy")
-    return Table("The points, in numbers", head, rows, folded=True)
+    return ReportTable("The points, in numbers", head, rows, folded=True)
 
 
-def _row(p: Point, start: Point, structures: int) -> tuple[Cell, ...]:
-    cells = (figure(p.loss), figure(change(p, start)), figure(p.first), figure(p.second), share(p.top1))
-    return (whole(p.removed), share(p.removed / structures), *cells)
+def _row(p: LossPoint, start: LossPoint, structures: int) -> tuple[TableCell, ...]:
+    cells = (
+        make_figure_cell(p.loss),
+        make_figure_cell(change(p, start)),
+        make_figure_cell(p.first),
+        make_figure_cell(p.second),
+        make_share_cell(p.top1),
+    )
+    return (make_whole_cell(p.removed), make_share_cell(p.removed / structures), *cells)

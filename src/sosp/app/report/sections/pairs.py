@@ -6,18 +6,18 @@ import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.ticker import NullFormatter
 
-from sosp.app.report.axis import NAMED, short_name
-from sosp.app.report.facts import Facts
-from sosp.app.report.section import Section, Table, figure, share
-from sosp.app.report.sections.saliency import over_several
-from sosp.app.report.theme import Plot, blank
+from sosp.app.report.layer_axis import MAX_NAMED_LAYERS, shorten_name
+from sosp.app.report.run_facts import RunFacts
+from sosp.app.report.section import ReportSection, ReportTable, make_figure_cell, make_share_cell
+from sosp.app.report.sections.saliency import explain_shared_structures
+from sosp.app.report.theme import Plot, create_figure
 from sosp.selection.saved_saliency import SavedSaliency
 
 MOST = 10  # pairs of layers in the table
 DECADES = 4  # of the colours at most, down from the largest
 
 
-def section(facts: Facts) -> Section | None:
+def build_section(facts: RunFacts) -> ReportSection | None:
     found = None if facts.saliency is None else facts.saliency.owners()
     if found is None or found.pairs_by_layer is None or len(found.layers) < 2:
         return None
@@ -28,22 +28,22 @@ def section(facts: Facts) -> Section | None:
     words = (
         "Sums of the absolute values of Q, layer by layer: how much removing structures of one layer changes what "
         f"removing those of another costs. {between:.0%} of all of it lies between layers, which a method that looks "
-        f"at one layer at a time does not see.{over_several(facts.saliency, found)}",
+        f"at one layer at a time does not see.{explain_shared_structures(facts.saliency, found)}",
     )
-    return Section("pairs", "Which layers depend on each other", words, (matrix(found, Q),), (table(found, Q),))
+    return ReportSection("pairs", "Which layers depend on each other", words, (matrix(found, Q),), (table(found, Q),))
 
 
 def matrix(found: SavedSaliency, Q: np.ndarray) -> Plot:
     layers = len(found.layers)
     edge = min(8.2, 2.9 + 0.135 * layers)
-    drawn, axes = blank(edge + 0.6, edge)
+    drawn, axes = create_figure(edge + 0.6, edge)
     high = float(Q.max())
     low = max(float(Q.min()), high / 10**DECADES)
     shown = axes.imshow(np.maximum(Q, low), cmap="cividis", norm=LogNorm(min(low, 0.9 * high), high))
     axes.grid(False)
     axes.tick_params(length=0)
-    if layers <= NAMED:
-        names = [short_name(name, "") for name in found.layers]
+    if layers <= MAX_NAMED_LAYERS:
+        names = [shorten_name(name, "") for name in found.layers]
         axes.set_xticks(range(layers), names, rotation=90, fontsize=8)
         axes.set_yticks(range(layers), names, fontsize=8)
     else:
@@ -60,13 +60,18 @@ def matrix(found: SavedSaliency, Q: np.ndarray) -> Plot:
     )
 
 
-def table(found: SavedSaliency, Q: np.ndarray) -> Table:
+def table(found: SavedSaliency, Q: np.ndarray) -> ReportTable:
     """The pairs of different layers with the largest sums."""
     upper = np.triu(Q, 1)
     order = np.argsort(-upper, axis=None)[:MOST]
     places = [np.unravel_index(k, Q.shape) for k in order if upper.flat[k] > 0]
     rows = tuple(
-        (found.layers[i], found.layers[j], figure(float(Q[i, j])), share(float((Q[i, j] + Q[j, i]) / Q.sum())))
+        (
+            found.layers[i],
+            found.layers[j],
+            make_figure_cell(float(Q[i, j])),
+            make_share_cell(float((Q[i, j] + Q[j, i]) / Q.sum())),
+        )
         for i, j in places
     )
-    return Table("The strongest ties between two layers", ("layer", "and", "sum of |Q|", "of all"), rows)
+    return ReportTable("The strongest ties between two layers", ("layer", "and", "sum of |Q|", "of all"), rows)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sosp.app.report.axis import label_layers, width_for
-from sosp.app.report.facts import Facts
-from sosp.app.report.section import Cell, Section, Table, figure, many
-from sosp.app.report.theme import BLUE, LINE, VERMILLION, Plot, blank
+from sosp.app.report.layer_axis import compute_figure_width, label_layers
+from sosp.app.report.run_facts import RunFacts
+from sosp.app.report.section import ReportSection, ReportTable, TableCell, format_count, make_figure_cell
+from sosp.app.report.theme import BLUE, LINE, VERMILLION, Plot, create_figure
 
 Errors = Sequence[Mapping[str, Any]]  # of each layer: layer, before, after; and why, where it was left as it is
 
 
-def section(facts: Facts) -> Section | None:
+def build_section(facts: RunFacts) -> ReportSection | None:
     repair: Mapping[str, Any] = facts.results.get("prune", {}).get("repair") or {}
     found: Errors = repair.get("layers") or ()
     if not found:
@@ -26,17 +26,17 @@ def section(facts: Facts) -> Section | None:
     if "agreement_after" in repair:
         words.append(
             f"Of the answers, {repair['agreement_before']:.1%} were the whole network's before and "
-            f"{repair['agreement_after']:.1%} are after. It took {many(repair['examples'], 'input')} and "
+            f"{repair['agreement_after']:.1%} are after. It took {format_count(repair['examples'], 'input')} and "
             f"{repair['seconds']:.1f} s."
         )
     refitted = [x for x in found if not x.get("why")]
     plots = (errors(refitted),) if refitted else ()
-    return Section("repair", "What the repair brought", tuple(words), plots, (table(found),))
+    return ReportSection("repair", "What the repair brought", tuple(words), plots, (table(found),))
 
 
 def errors(found: Errors) -> Plot:
     names = [str(x["layer"]) for x in found]
-    drawn, axes = blank(width_for(names), 3.2)
+    drawn, axes = create_figure(compute_figure_width(names), 3.2)
     label_layers(axes, names)
     before, after = [float(x["before"]) for x in found], [float(x["after"]) for x in found]
     tips: dict[str, str] = {}
@@ -54,10 +54,14 @@ def errors(found: Errors) -> Plot:
     return Plot("repair", drawn, f"{says}{sum(after) / len(after):.3g} after.", tips)
 
 
-def table(found: Errors) -> Table:
-    return Table("Every layer's error", ("layer", "before", "after"), tuple(map(_row, found)), folded=True)
+def table(found: Errors) -> ReportTable:
+    return ReportTable("Every layer's error", ("layer", "before", "after"), tuple(map(_row, found)), folded=True)
 
 
-def _row(x: Mapping[str, Any]) -> tuple[Cell, ...]:
+def _row(x: Mapping[str, Any]) -> tuple[TableCell, ...]:
     name = str(x["layer"])
-    return (name, str(x["why"]), "") if x.get("why") else (name, figure(float(x["before"])), figure(float(x["after"])))
+    return (
+        (name, str(x["why"]), "")
+        if x.get("why")
+        else (name, make_figure_cell(float(x["before"])), make_figure_cell(float(x["after"])))
+    )

@@ -6,16 +6,16 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from sosp.app.report.axis import label_layers, width_for
-from sosp.app.report.facts import Facts
-from sosp.app.report.section import Cell, Section, Table, figure, whole
-from sosp.app.report.theme import INK, KEPT, REMOVED, Plot, blank, log_scale
+from sosp.app.report.layer_axis import compute_figure_width, label_layers
+from sosp.app.report.run_facts import RunFacts
+from sosp.app.report.section import ReportSection, ReportTable, TableCell, make_figure_cell, make_whole_cell
+from sosp.app.report.theme import INK, KEPT, REMOVED, Plot, create_figure, set_log_scale
 from sosp.selection.saved_saliency import SavedSaliency
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
-def section(facts: Facts) -> Section | None:
+def build_section(facts: RunFacts) -> ReportSection | None:
     if facts.saliency is None or not len(facts.saliency.index):
         return None
     found = facts.saliency.owners()
@@ -23,16 +23,16 @@ def section(facts: Facts) -> Section | None:
     words = [
         f"The saliency of a structure is what {found.method} expects its removal to cost, here of each one by itself. "
         "Thin lines reach from the 5th to the 95th hundredth of a layer's structures, thick ones from the 25th to the "
-        f"75th; the dot is the median.{over_several(facts.saliency, found)}"
+        f"75th; the dot is the median.{explain_shared_structures(facts.saliency, found)}"
     ]
     if cut is None:
         words.append(
             "What went and what stayed overlap: the choice also looked at pairs, at a cap or at every layer by itself."
         )
-    return Section("saliency", "What structures cost", tuple(words), (spread(found, cut),), (table(found),))
+    return ReportSection("saliency", "What structures cost", tuple(words), (spread(found, cut),), (table(found),))
 
 
-def over_several(whole: SavedSaliency | None, shown: SavedSaliency) -> str:
+def explain_shared_structures(whole: SavedSaliency | None, shown: SavedSaliency) -> str:
     """Where structures of several layers are, if there are any."""
     some = whole is not None and len(shown.layers) < len(whole.layers)
     return " Structures over several layers stand at the first of them." if some else ""
@@ -47,7 +47,7 @@ def threshold(found: SavedSaliency) -> float | None:
 
 
 def spread(found: SavedSaliency, cut: float | None) -> Plot:
-    drawn, axes = blank(width_for(found.layers), 3.6)
+    drawn, axes = create_figure(compute_figure_width(found.layers), 3.6)
     label_layers(axes, found.layers)
     floor = _scale(axes, found.scores.numpy())
     tips: dict[str, str] = {}
@@ -62,7 +62,7 @@ def spread(found: SavedSaliency, cut: float | None) -> Plot:
     axes.set_ylabel("saliency")
     marks = [Line2D([], [], color=c, linewidth=4, label=w) for w, c in (("removed", REMOVED), ("kept", KEPT))]
     drawn.legend(handles=marks, loc="outside upper right", ncols=2)
-    return Plot("saliency", drawn, says(found, cut), tips)
+    return Plot("saliency", drawn, describe_plot(found, cut), tips)
 
 
 def _scale(axes: Axes, scores: np.ndarray) -> float:
@@ -70,7 +70,7 @@ def _scale(axes: Axes, scores: np.ndarray) -> float:
     positive = scores[scores > 0]
     if len(positive) < 0.9 * len(scores):
         return -np.inf
-    log_scale(axes)
+    set_log_scale(axes)
     return max(float(positive.min()), float(np.quantile(positive, 0.01)) / 100)
 
 
@@ -94,7 +94,7 @@ def _boxes(axes: Axes, found: SavedSaliency, words: str, colour: str, shift: flo
     }
 
 
-def says(found: SavedSaliency, cut: float | None) -> str:
+def describe_plot(found: SavedSaliency, cut: float | None) -> str:
     line = f", with a cut at {cut:.3g}" if cut is not None else ""
     return (
         f"Saliencies of {len(found.index):,} structures in {len(found.layers)} layers by {found.method}, for each "
@@ -102,15 +102,15 @@ def says(found: SavedSaliency, cut: float | None) -> str:
     )
 
 
-def table(found: SavedSaliency) -> Table:
+def table(found: SavedSaliency) -> ReportTable:
     def median(i: int, gone: bool) -> float | None:
         mine = found.scores[(found.index == i) & (found.removed == gone)]
         return float(mine.median()) if len(mine) else None
 
-    def row(i: int, name: str) -> tuple[Cell, ...]:
-        counts = [whole(int(((found.index == i) & (found.removed == gone)).sum())) for gone in (True, False)]
-        return (name, counts[0], figure(median(i, True)), counts[1], figure(median(i, False)))
+    def row(i: int, name: str) -> tuple[TableCell, ...]:
+        counts = [make_whole_cell(int(((found.index == i) & (found.removed == gone)).sum())) for gone in (True, False)]
+        return (name, counts[0], make_figure_cell(median(i, True)), counts[1], make_figure_cell(median(i, False)))
 
     rows = tuple(row(i, name) for i, name in enumerate(found.layers))
     head = ("layer", "removed", "median of these", "kept", "median of these")
-    return Table("Every layer's medians", head, rows, folded=True)
+    return ReportTable("Every layer's medians", head, rows, folded=True)

@@ -11,16 +11,16 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.patches import Rectangle
 
-from sosp.app.report.axis import label_layers, step_for, width_for
-from sosp.app.report.facts import Facts, Width
-from sosp.app.report.section import Section, Table, whole
-from sosp.app.report.theme import BEFORE, INK, KEPT, MUTED, Plot, blank
+from sosp.app.report.layer_axis import compute_figure_width, compute_layer_step, label_layers
+from sosp.app.report.run_facts import LayerWidths, RunFacts
+from sosp.app.report.section import ReportSection, ReportTable, make_whole_cell
+from sosp.app.report.theme import BEFORE, INK, KEPT, MUTED, Plot, create_figure
 
 PITCH = 1.35  # from one lane to the next, the widest stream being 1
 
 
 @dataclass(frozen=True)
-class Piece:
+class StreamSegment:
     """A stream from one reader to the next: as wide as the layer at its end reads it."""
 
     stream: int
@@ -31,7 +31,7 @@ class Piece:
     reader: str
 
 
-def section(facts: Facts) -> Section | None:
+def build_section(facts: RunFacts) -> ReportSection | None:
     if not facts.widths:
         return None
     words = (
@@ -39,34 +39,36 @@ def section(facts: Facts) -> Section | None:
         "those that read them. Each layer is a line from the stream it reads to the one it writes. A band is as high "
         "as the stream was wide (on a square-root scale), and its filled part is the share of channels still there.",
     )
-    return Section("streams", "The network as streams", words, (river(facts.widths),), (table(facts.widths),))
+    return ReportSection(
+        "streams", "The network as streams", words, (plot_streams(facts.widths),), (table(facts.widths),)
+    )
 
 
-def river(widths: Sequence[Width]) -> Plot:
-    found = pieces(widths)
-    lane = lanes(found)
+def plot_streams(widths: Sequence[LayerWidths]) -> Plot:
+    found = split_streams(widths)
+    lane = assign_lanes(found)
     names = [x.name for x in widths]
     depth = max(lane.values()) + 1
-    figure, axes = blank(width_for(names), 1.6 + 0.62 * depth)
+    figure, axes = create_figure(compute_figure_width(names), 1.6 + 0.62 * depth)
     label_layers(axes, names)
     widest = max(piece.before for piece in found)
     tips: dict[str, str] = {}
     for i, piece in enumerate(found):
         _band(axes, piece, -PITCH * lane[piece.stream], sqrt(piece.before / widest), f"piece-{i}")
         tips[f"piece-{i}-before"] = tips[f"piece-{i}-left"] = describe(piece)
-    _numbers(axes, found, lane, step_for(len(names)))
+    _numbers(axes, found, lane, compute_layer_step(len(names)))
     _layers(axes, widths, found, lane)
     axes.set_ylim(-PITCH * (depth - 1) - 0.75, 0.95)
     axes.set_xlim(-1.4, len(widths) + 0.4)
     axes.set_yticks([])
     axes.spines[["left", "bottom"]].set_visible(False)
-    return Plot("streams", figure, says(widths), tips)
+    return Plot("streams", figure, describe_plot(widths), tips)
 
 
 # --- layout ---------------------------------------------------------------------------------------------
 
 
-def pieces(widths: Sequence[Width]) -> list[Piece]:
+def split_streams(widths: Sequence[LayerWidths]) -> list[StreamSegment]:
     """From left to right, stream by stream; what the last layers write ends one place behind them."""
     found = []
     for stream in dict.fromkeys([0, *(x.writes for x in widths)]):
@@ -76,14 +78,14 @@ def pieces(widths: Sequence[Width]) -> list[Piece]:
         # All that is written before the first reader flows from the last of these writers on.
         start = float(max((i for i in writers if i < first), default=-1))
         for i, x in readers:
-            found.append(Piece(stream, start, i, *x.into, reader=x.name))
+            found.append(StreamSegment(stream, start, i, *x.into, reader=x.name))
             start = i
         if not readers and writers:
-            found.append(Piece(stream, start, start + 1, *widths[writers[-1]].out, reader="the output"))
+            found.append(StreamSegment(stream, start, start + 1, *widths[writers[-1]].out, reader="the output"))
     return found
 
 
-def lanes(found: Sequence[Piece]) -> dict[int, int]:
+def assign_lanes(found: Sequence[StreamSegment]) -> dict[int, int]:
     """Stream -> its lane: the first that is free when it begins, long ones first."""
     spans: dict[int, tuple[float, float]] = {}
     for piece in found:
@@ -103,7 +105,7 @@ def lanes(found: Sequence[Piece]) -> dict[int, int]:
 # --- drawing --------------------------------------------------------------------------------------------
 
 
-def _band(axes: Axes, piece: Piece, middle: float, height: float, gid: str) -> None:
+def _band(axes: Axes, piece: StreamSegment, middle: float, height: float, gid: str) -> None:
     span = piece.end - piece.start
     for part, colour, name in ((1.0, BEFORE, "before"), (piece.left / max(piece.before, 1), KEPT, "left")):
         low = middle - part * height / 2
@@ -112,7 +114,7 @@ def _band(axes: Axes, piece: Piece, middle: float, height: float, gid: str) -> N
         )
 
 
-def _numbers(axes: Axes, found: Sequence[Piece], lane: Mapping[int, int], step: float) -> None:
+def _numbers(axes: Axes, found: Sequence[StreamSegment], lane: Mapping[int, int], step: float) -> None:
     """The width of a lane where it changes, if there is room; a layer has ``step`` inches."""
     widest, last = max(piece.before for piece in found), dict.fromkeys(lane.values(), 0)
     ordered = sorted(found, key=lambda piece: (lane[piece.stream], piece.start))
@@ -124,7 +126,7 @@ def _numbers(axes: Axes, found: Sequence[Piece], lane: Mapping[int, int], step: 
             last[row] = before
 
 
-def _layers(axes: Axes, widths: Sequence[Width], found: Sequence[Piece], lane: Mapping[int, int]) -> None:
+def _layers(axes: Axes, widths: Sequence[LayerWidths], found: Sequence[StreamSegment], lane: Mapping[int, int]) -> None:
     """A line from the stream that a layer reads to the one it writes; a tick where both lie in one lane."""
     starts: dict[int, float] = {}
     for piece in found:
@@ -146,12 +148,12 @@ def _layers(axes: Axes, widths: Sequence[Width], found: Sequence[Piece], lane: M
 # --- words ----------------------------------------------------------------------------------------------
 
 
-def describe(piece: Piece) -> str:
+def describe(piece: StreamSegment) -> str:
     share = piece.left / max(piece.before, 1)
     return f"into {piece.reader}: {piece.left} of {piece.before} channels flow ({share:.1%})"
 
 
-def says(widths: Sequence[Width]) -> str:
+def describe_plot(widths: Sequence[LayerWidths]) -> str:
     narrow = min(widths, key=lambda x: x.into[1] / max(x.into[0], 1))
     return (
         f"The {len(widths)} layers of the network and the streams between them, with the widths before and after. "
@@ -159,7 +161,16 @@ def says(widths: Sequence[Width]) -> str:
     )
 
 
-def table(widths: Sequence[Width]) -> Table:
-    rows = tuple((x.name, whole(x.into[0]), whole(x.into[1]), whole(x.out[0]), whole(x.out[1])) for x in widths)
+def table(widths: Sequence[LayerWidths]) -> ReportTable:
+    rows = tuple(
+        (
+            x.name,
+            make_whole_cell(x.into[0]),
+            make_whole_cell(x.into[1]),
+            make_whole_cell(x.out[0]),
+            make_whole_cell(x.out[1]),
+        )
+        for x in widths
+    )
     head = ("layer", "reads, before", "reads, left", "writes, before", "writes, left")
-    return Table("Every layer's widths", head, rows, folded=True)
+    return ReportTable("Every layer's widths", head, rows, folded=True)

@@ -1,0 +1,33 @@
+"""The command that shows runs: report."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from sosp.app.cli.flags import Sections, add_flags
+from sosp.app.cli.output import Screen
+from sosp.app.report import write_figures, write_report
+
+
+@add_flags()
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, finished or not.")],
+    given: Sections,
+    screen: Screen,
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The page.", show_default="report.html in the folder of one run")
+    ] = None,
+    png: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Also every figure as a PNG file there, for papers.")
+    ] = None,
+) -> None:
+    """Make the page of a run anew, or one page of several runs beside each other.
+
+    sosp report runs/train-a runs/prune-b --out both.html --png figures
+    """
+    page = write_report(runs, out)
+    figures = [] if png is None else write_figures(runs, png)
+    screen.tell({"event": "result", "report": str(page), "figures": [str(path) for path in figures]})
+    screen.say(f"Report: {page}", *(f"Figure: {path}" for path in figures))

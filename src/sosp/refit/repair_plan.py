@@ -1,0 +1,232 @@
+"""Plan a repair: which layers are refitted, where each is compared, and why some are left as they are."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sosp.core.batches import Chunk
+from sosp.core.losses import find_logits
+from sosp.errors import SospError, StructureError
+from sosp.graph.recipe import Recipe
+from sosp.refit.activations import FULL_RANGE, Activation
+from sosp.refit.channel_map import find_original_channels
+from sosp.refit.comparison_points import ChannelTracker, ComparisonPoint, track_channels
+from sosp.refit.equations import NextLayer, RefitTask
+from sosp.refit.hooks import listen_to_outputs
+from sosp.refit.inputs import InputPart
+from sosp.refit.layer_matrix import LayerUse, get_matrix, is_plain, take_values
+from sosp.refit.least_squares import compute_outputs
+
+ROWS = 2**15  # equations at most for a layer, however many inputs there are
+BYTES = 2**28  # what their inputs may take
+TRIED = 64  # rows on which a layer is tried out
+
+
+class FewInputsWarning(UserWarning):
+    """There are more unknowns than equations."""
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkPair:
+    """The two networks, as they were seen on a few inputs."""
+
+    small: nn.Module
+    model: nn.Module
+    here: ChannelTracker
+    there: ChannelTracker
+    recipes: tuple[Recipe, ...]
+    logits: Tensor  # what the small one gave
+    chunk: Chunk
+
+    @property
+    def widest(self) -> int:
+        """Numbers that the largest tensor holds for each input."""
+        values = (*self.here.values.values(), *self.there.values.values())
+        return max(1, max(value.tensor.numel() for value in values if not value.fixed) // self.chunk.size)
+
+    @property
+    def aligned(self) -> bool:
+        """Their sums are the same ones, one by one."""
+        return self.here.homes == self.there.homes
+
+
+def track_networks(small: nn.Module, model: nn.Module, recipes: tuple[Recipe, ...], chunk: Chunk) -> NetworkPair:
+    """Run both once."""
+    try:
+        there, _ = track_channels(model, chunk.run)
+        here, outputs = track_channels(small, chunk.run)
+    except SospError:
+        raise
+    except Exception as error:
+        raise StructureError(f"the networks do not run on {chunk.source}: {type(error).__name__}: {error}") from error
+    return NetworkPair(small, model, here, there, recipes, find_logits(outputs), chunk)
+
+
+def plan_tasks(pair: NetworkPair, parts: Sequence[InputPart]) -> tuple[list[RefitTask], dict[str, str]]:
+    """The layers to refit in the order of the network, and why others are left alone."""
+    tasks: list[RefitTask] = []
+    left: dict[str, str] = {}
+    wrong, owners = _find_unfit_layers(pair), _owners(pair.small)
+    inputs = sum(part.chunk.size for part in parts if not part.held)
+    for number, name in enumerate(pair.here.order):
+        reason = wrong.get(name) or _reason(pair, name, owners)
+        task = None if reason else _task(pair, name, number, inputs)
+        if task is None:
+            left[name] = reason or "it cannot be told which channels it has kept"
+        elif not bool(task.live.any()):
+            left[name] = "nothing of it can be seen from where it is compared"
+        else:
+            tasks.append(task)
+    _warn(pair, tasks, inputs)
+    return _attach_next_layers(pair, tasks, inputs), left
+
+
+def _reason(pair: NetworkPair, name: str, owners: Counter[int]) -> str:
+    """Why a layer cannot be refitted."""
+    layer = pair.small.get_submodule(name)
+    norm = pair.here.bases[name].trail.norm
+    if pair.here.times[name] > 1:
+        return "it is called several times"
+    if not is_plain(layer):
+        return "its weight is computed from others"
+    if owners[id(layer.weight)] > 1:
+        return "it shares its weight with another module"
+    if pair.here.times[norm] > 1:
+        return "its norm serves several layers"
+    if name not in pair.there.bases or pair.there.bases[name].trail.norm != norm:
+        return "the original network calls it in another way"
+    return ""
+
+
+def _owners(model: nn.Module) -> Counter[int]:
+    """How many modules hold each parameter."""
+    return Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+
+
+def _task(pair: NetworkPair, name: str, number: int, inputs: int) -> RefitTask | None:
+    here, there = _points(pair, name)
+    layer: Any = pair.small.get_submodule(name)
+    origin = find_original_channels(name, layer, pair.recipes, len(there.trail.places))
+    if origin is None:
+        return None
+    origin = origin.to(here.trail.places.device)
+    W = get_matrix(layer)
+    live = (here.trail.places >= 0) & (there.trail.places[origin] >= 0) & (here.trail.factor != 0)
+    live &= W.flatten(0, 1).any(1)  # a channel that is kept as zeros stays zero
+    rows = min(ROWS, BYTES // (W.element_size() * W.shape[0] * W.shape[2]))
+    logits = here.sum is None and pair.here.now[name].tensor is pair.logits
+    return RefitTask(name, number, here, there, live, origin, rows / inputs, logits)
+
+
+def _attach_next_layers(pair: NetworkPair, tasks: list[RefitTask], inputs: int) -> list[RefitTask]:
+    """The tasks, with the layer behind where it is the only one that reads."""
+    readers: dict[str, NextLayer] = {}
+    by_name = {task.layer: task for task in tasks}
+    for reader in tasks:
+        found = pair.here.feeding(reader.layer)
+        source = None if found is None else by_name.get(found[0])
+        feed = None if found is None or source is None else _find_next_layer(pair, source, reader, found[1], inputs)
+        if source is not None and feed is not None:
+            readers[source.layer] = feed
+    return [replace(task, feed=readers.get(task.layer)) for task in tasks]
+
+
+def _find_next_layer(
+    pair: NetworkPair, source: RefitTask, reader: RefitTask, act: Activation, inputs: int
+) -> NextLayer | None:
+    """None where the two do not meet place by place, all channels and all zeros beyond the edge."""
+    read, made = pair.here.given[reader.layer].tensor, pair.here.now[reader.layer].tensor
+    every = torch.arange(read.shape[source.here.axis], device=source.live.device)
+    if not bool(source.live.all()) or not torch.equal(source.here.trail.places, every):
+        return None
+    use = pair.here.weights[reader.layer]
+    if source.here.axis != reader.here.axis or use is None or use.transposed or use.x is not read:
+        return None
+    d = len(use.kernel)
+    sizes, out = tuple(read.shape[read.dim() - d :]), tuple(made.shape[made.dim() - d :])
+    W = get_matrix(pair.small.get_submodule(source.layer))
+    widest = W.shape[0] * max(W.shape[2], 4 * W.shape[1])  # a dozen tensors of its outputs are alive at once
+    rows = min(2 * ROWS, BYTES // (W.element_size() * widest)) / prod(use.kernel)
+    others = reader.here.needs if reader.here.needs != source.number else -1
+    return NextLayer(reader, act, use, sizes, out, min(rows, ROWS) / inputs, others)
+
+
+def _points(pair: NetworkPair, name: str) -> tuple[ComparisonPoint, ComparisonPoint]:
+    """Behind a sum where both networks have it, otherwise behind the layer's own norm."""
+    here = pair.here.points[name]
+    if here.sum is not None and pair.aligned and name in pair.there.sums[here.sum]:
+        return here, replace(pair.there.bases[name], trail=pair.there.sums[here.sum][name], sum=here.sum)
+    base = pair.here.bases[name]
+    return replace(base, clip=FULL_RANGE if here.sum is not None else here.clip), pair.there.bases[name]
+
+
+def _find_unfit_layers(pair: NetworkPair) -> dict[str, str]:
+    """The layers that compute something else than their weights times their inputs."""
+    wrong: dict[str, str] = {}
+
+    def trying(name: str) -> Any:
+        layer: Any = pair.small.get_submodule(name)
+        axis, places = pair.here.bases[name].axis, _own_places(pair, name)
+
+        def taking(used: LayerUse | None, output: Tensor) -> None:
+            rows = torch.arange(min(TRIED, output.numel() // output.shape[axis]), device=output.device)
+            theirs = take_values(output, axis, places.clamp_min(0), rows)
+            ours = torch.full_like(theirs, torch.nan)
+            if used is not None:
+                ours = compute_outputs(used.inputs(output.shape, rows), get_matrix(layer).mT)
+                ours = ours if getattr(layer, "bias", None) is None else ours + layer.bias
+            error = (ours - theirs)[:, places >= 0].abs().sum() / theirs[:, places >= 0].abs().sum().clamp_min(1e-30)
+            if not error < 1e-2:  # half precision and TF32 stay below
+                wrong[name] = "it computes something else than its weights times its inputs"
+
+        return taking
+
+    plain = [n for n in pair.here.order if is_plain(pair.small.get_submodule(n))]
+    listen_to_outputs(pair.small, {name: [trying(name)] for name in plain}, pair.chunk.run)
+    return wrong
+
+
+def _own_places(pair: NetworkPair, name: str) -> Tensor:
+    """Where the layer's own channels are when they leave it."""
+    trail = pair.here.bases[name].trail
+    return trail.places if trail.within is None else trail.within
+
+
+def _warn(pair: NetworkPair, tasks: Sequence[RefitTask], inputs: int) -> None:
+    """Say how many inputs would be needed where there are too few."""
+    short: list[tuple[int, str, int, int]] = []
+    for task in tasks:
+        unknowns = get_matrix(pair.small.get_submodule(task.layer)).shape[2] + 1
+        output = pair.here.now[task.layer].tensor
+        positions = prod(output.shape) / output.shape[task.here.axis] / pair.chunk.size
+        rows = int(inputs * min(positions, task.density))
+        if rows < unknowns:
+            short.append((ceil(unknowns / positions), task.layer, unknowns, rows))
+    if short:
+        needed, layer, unknowns, rows = max(short)
+        warnings.warn(
+            f"{layer!r} has {unknowns:,} unknowns for each output and the {inputs:,} inputs to fit to give {rows:,} "
+            f"equations: regularisation decides about the rest. Give at least {needed:,} inputs.",
+            FewInputsWarning,
+            stacklevel=4,
+        )
+
+
+def group_tasks(tasks: Sequence[RefitTask]) -> Iterator[list[RefitTask]]:
+    """Layers that do not wait for one another: one pass serves them all."""
+    group: list[RefitTask] = []
+    for task in tasks:
+        if group and task.needs >= group[0].number:
+            yield group
+            group = []
+        group.append(task)
+    if group:
+        yield group

@@ -1,0 +1,112 @@
+"""What is compared, and the cells of the table: each is kept as soon as it is measured."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from sosp.core import distributed
+from sosp.errors import ArgumentError, check_choice, check_whole_number
+from sosp.graph.structures import Exclude
+from sosp.scoring.score import METHODS
+
+
+@dataclass(frozen=True)
+class ComparisonPlan:
+    """What is compared."""
+
+    methods: tuple[str, ...]
+    ratios: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7)
+    seeds: int = 1  # each draws other examples to score with
+    seed: int = 0  # the first of them
+    examples: int = 1000
+    recalibrate: int = 2000  # images for the batch norm statistics after the cut
+    gate: str = "features"
+    groups: str = "independent"  # methods that need coupled channels get them
+    exclude: Exclude = ()
+    repair: bool = False  # every network, with as many images
+
+    def __post_init__(self) -> None:
+        if not self.methods or not self.ratios:
+            raise ArgumentError("there is nothing to compare: name at least one method and one ratio.")
+        for method in self.methods:
+            check_choice("method", method, METHODS)
+        for ratio in self.ratios:
+            if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio < 1:
+                raise ArgumentError(f"ratio={ratio!r} must be a share between 0 and 1.")
+        for name in ("methods", "ratios"):
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise ArgumentError(f"{name} names something twice: {', '.join(map(str, getattr(self, name)))}.")
+        check_whole_number("seeds", self.seeds)
+        check_whole_number("seed", self.seed, least=0)
+
+    @property
+    def draws(self) -> range:
+        """The seeds."""
+        return range(self.seed, self.seed + self.seeds)
+
+    def groups_for(self, method: str) -> str:
+        """Every channel by itself, or by stream where a method needs that."""
+        return "coupled" if "coupled" in METHODS[method].needs else self.groups
+
+
+@dataclass(frozen=True)
+class ComparisonCell:
+    """One method at one ratio with one seed. Accuracies are shares of the test data."""
+
+    method: str
+    ratio: float
+    seed: int
+    structures: int = 0
+    removed: int = 0
+    params: int = 0  # exact
+    macs: int = 0
+    params_alternative: int = 0  # as App. D counts
+    macs_alternative: int = 0
+    masked: float | None = None  # nothing but the cut
+    recalibrated: float | None = None  # batch norm statistics anew
+    repaired: float | None = None  # every layer refitted, where that was asked for
+    tuned: float | None = None  # after fine-tuning
+    best: float | None = None  # the best of its epochs
+    seconds: float = 0.0  # to score, once for all ratios
+    refusal: str = ""  # why there are no figures
+
+    @property
+    def key(self) -> tuple[str, float, int]:
+        return self.method, self.ratio, self.seed
+
+
+OPTIONAL_FIELDS = frozenset({"repaired"})  # older files do without
+
+
+class ComparisonStore:
+    """The cells that are done; where a folder is given, in a file of JSON lines, without one that was cut short."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.path = None if folder is None else folder / "cells.jsonl"
+        self.known: dict[tuple[str, float, int], ComparisonCell] = {}
+        if self.path is not None and self.path.is_file():
+            for cell in _read(self.path):
+                self.known[cell.key] = cell
+
+    def keep(self, cell: ComparisonCell) -> None:
+        self.known[cell.key] = cell
+        if self.path is not None and distributed.is_main():
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(cell)) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def _read(path: Path) -> Iterator[ComparisonCell]:
+    names = {f.name for f in fields(ComparisonCell)}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue  # the last one, of a process that was killed
+        if isinstance(found, dict) and names - OPTIONAL_FIELDS <= found.keys() <= names:
+            yield ComparisonCell(**found)
