@@ -30,8 +30,9 @@ def make():
 
 PADDED = """
 import sosp
+from sosp.nets.cifar_resnets import CifarResNet, ResNetShape
 def make():
-    return sosp.nets.cifar_resnets.CifarResNet(sosp.nets.cifar_resnets.ResNetShape(1, base=4, inputs=1), classes=10, width=1.0, skip="A")
+    return CifarResNet(ResNetShape(1, base=4, inputs=1), classes=10, width=1.0, skip="A")
 """
 
 

@@ -444,10 +444,11 @@ def test_parts_are_told_as_often_as_a_training_was_moved(tmp_path: Path) -> None
 
 # --- killed ---------------------------------------------------------------------------------------------
 
+START = TrainedCell("digits_resnet", "digits", replace(sosp.SCHEDULES["digits"], epochs=1), width=0.25)
 PAIR = (
-    PrunedCell(TrainedCell("digits_resnet", "digits", replace(sosp.SCHEDULES["digits"], epochs=1), width=0.25), "sosp-h",
+    PrunedCell(START, "sosp-h",
            ("ratio", 0.5), replace(sosp.SCHEDULES["digits"], epochs=3), examples=50),
-    PrunedCell(TrainedCell("digits_resnet", "digits", replace(sosp.SCHEDULES["digits"], epochs=1), width=0.25), "random",
+    PrunedCell(START, "random",
            ("ratio", 0.5), replace(sosp.SCHEDULES["digits"], epochs=3), examples=50),
 )  # fmt: skip
 TWO = Experiment("two", "two networks side by side", "", PAIR)

@@ -93,7 +93,8 @@ def read_parts(root: Path) -> list[ClassFolders]:
     train, test = (read_class_folders(part) for part in both)
     if strange := [name for name in test.files if name not in train.files]:
         raise DataError(
-            f"{test.root} has classes that {train.root} has not: {_list(strange)}.{suggest_name(strange[0], train.files)} "
+            f"{test.root} has classes that {train.root} has not: {_list(strange)}."
+            f"{suggest_name(strange[0], train.files)} "
             "A class's number is the rank of its folder's name in train/, so val/ may have no others."
         )
     return [train, test]

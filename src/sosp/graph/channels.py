@@ -243,4 +243,4 @@ __all__ = [
     "OpRecord",
     "Slices",
 ]
-__all__ += ["FixedAxis", "components", "pair_modes"]
+__all__ += ["FixedAxis", "find_components", "pair_modes"]

@@ -97,9 +97,9 @@ def format_path_warning(decisions: Iterable[Decision], absent: tuple[str, ...]) 
     lines = format_names(tuple(dict.fromkeys(f"{d.op} at {d.where}" for d in found)))
     if absent:
         return (
-            f"the code decides by values what runs ({lines}), and {format_names(absent)} did not run on the example: not "
-            "offered for pruning, and what it might read keeps its width. Give an example on which more of the layers "
-            "run, or print(sosp.trace(model, example)) to see what is pinned."
+            f"the code decides by values what runs ({lines}), and {format_names(absent)} did not run on the example: "
+            "not offered for pruning, and what it might read keeps its width. Give an example on which more of the "
+            "layers run, or print(sosp.trace(model, example)) to see what is pinned."
         )
     return (
         f"the code decides by values ({lines}). It is cut along the way that the example takes; an input that takes "

@@ -215,8 +215,8 @@ def _refuse_zeros(saliency: Saliency) -> None:
     terms = (saliency.first, saliency.second, saliency.pairs, saliency.values)
     if not any(bool((t.abs() > ZERO_TOLERANCE).any()) for t in terms if t is not None):
         raise LossError(
-            f"every label of the {saliency.examples:,} examples is {IGNORE_INDEX}, which cross-entropy ignores: there is no "
-            f"loss at all, and every saliency of method={saliency.method!r} is zero. Give labels."
+            f"every label of the {saliency.examples:,} examples is {IGNORE_INDEX}, which cross-entropy ignores: there "
+            f"is no loss at all, and every saliency of method={saliency.method!r} is zero. Give labels."
         )
 
 

@@ -31,6 +31,7 @@ else:
 # Comparisons, expansions, the paper's experiments.
 __all__ = [
     "ComparisonPlan", "ComparisonCell", "ComparisonSummary", "summarise_cells",
-    "ExpansionPlan", "ExpansionSetup", "PruningProtocol", "ExpansionPoint", "WideningChoice", "Expanded", "run_protocols", "compare_init_pruning", "recalibrate_untrained",
+    "ExpansionPlan", "ExpansionSetup", "PruningProtocol", "ExpansionPoint", "WideningChoice", "Expanded",
+    "run_protocols", "compare_init_pruning", "recalibrate_untrained",
     "paper",
 ]  # fmt: skip

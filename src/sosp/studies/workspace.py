@@ -156,7 +156,8 @@ def parse_weights(given: list[str], known: list[str]) -> dict[str, Path]:
             raise ArgumentError(f"--weights {word!r}: no cell begins with weights that can be given.")
         if name not in known:
             raise ArgumentError(
-                f"--weights {word!r}: no cell begins with {name!r}.{suggest_name(name, known)} Known: {', '.join(known)}."
+                f"--weights {word!r}: no cell begins with {name!r}.{suggest_name(name, known)} "
+                f"Known: {', '.join(known)}."
             )
         if not Path(file).is_file():
             raise ArgumentError(f"--weights {word!r}: there is no file {file}.")

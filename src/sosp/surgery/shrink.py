@@ -86,8 +86,8 @@ def _advice(flow: Flow, layers: list[str]) -> str:
     return (
         "Code that computes with the width of a layer (out_features, x.shape[1]) "
         + (f"or decides by values ({decides}) " if decides else "")
-        + f"does that. Leave out the layers whose width it is, exclude=[...] with some of {format_names(tuple(layers))}, or "
-        "use sosp.masked. If there is no such code, this is a defect of sosp: please report it, with the network."
+        + f"does that. Leave out the layers whose width it is, exclude=[...] with some of {format_names(tuple(layers))}"
+        ", or use sosp.masked. If there is no such code, this is a defect of sosp: please report it, with the network."
     )
 
 

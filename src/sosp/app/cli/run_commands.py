@@ -234,7 +234,8 @@ def format_plan(facts: Mapping[str, Any]) -> str:
         return f"{', '.join(facts['courses'])}, {facts['seeds']} seeds; trained before the cut: {before}; {cut}"
     if "epochs" in facts:
         size = f"{facts['epochs']} epochs of {facts['images'] // max(facts['epochs'], 1):,} images"
-        cost = f"{facts['steps']:,} steps, {format_large_number(facts['macs'])} MACs, about {format_duration(facts['seconds'])}"
+        macs, time = format_large_number(facts["macs"]), format_duration(facts["seconds"])
+        cost = f"{facts['steps']:,} steps, {macs} MACs, about {time}"
         return f"{size} in batches of {facts['batch']}, {cost}"
     size = f"{facts['examples']:,} examples, {facts['structures']:,} structures"
     return f"{facts['method']} on {size}, {format_budget(facts['budget'])}"

@@ -82,7 +82,8 @@ def _end(facts: Facts) -> str:
         return f"{facts['stage']}: {facts['cells']} cells done"
     if "points" in facts:
         return f"{facts['stage']}: {len(facts['points'])} points done"
-    found = f"{format_share(facts.get('top1'))} on the test data, {facts['params']:,} parameters, {format_large_number(facts['macs'])} MACs"
+    accuracy, macs = format_share(facts.get("top1")), format_large_number(facts["macs"])
+    found = f"{accuracy} on the test data, {facts['params']:,} parameters, {macs} MACs"
     if "removed" in facts:
         return f"{facts['removed']:,} of {facts['structures']:,} structures removed: {found}"
     return f"{facts['stage']}: {found}, {format_duration(facts['seconds'])}"

@@ -96,5 +96,6 @@ def format_advice(found: sosp.Bottlenecks) -> str:
     if found.before is None or found.after is None:
         return f"Advice: {found.advice}. What that costs is not known: {found.note}"
     was, would = found.before, found.after
-    size = f"{was.params:,} -> {would.params:,} parameters, {format_large_number(was.macs)} -> {format_large_number(would.macs)} MACs"
+    macs = f"{format_large_number(was.macs)} -> {format_large_number(would.macs)} MACs"
+    size = f"{was.params:,} -> {would.params:,} parameters, {macs}"
     return f"Advice: {found.advice} ({size})."

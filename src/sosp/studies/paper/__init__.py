@@ -48,7 +48,8 @@ def make_experiment(name: str) -> Experiment:
 
 
 __all__ = [
-    "EXPERIMENTS", "make_experiment", "Experiment", "PublishedRow", "Claim", "Cell", "TrainedCell", "PrunedCell", "TimedCell",
+    "EXPERIMENTS", "make_experiment", "Experiment", "PublishedRow", "Claim",
+    "Cell", "TrainedCell", "PrunedCell", "TimedCell",
     "make_tiny", "set_epochs", "limit_seeds", "select_cells",
     "run_experiment", "read_experiment_state", "ExperimentState", "ExperimentSettings", "CellRecord",
 ]  # fmt: skip

@@ -98,8 +98,9 @@ class IndexReader:
 
     def recipe(self, value: Any, at: str) -> Recipe:
         found = expect_fields(
-            slices=expect_object(self.axes), grouped=expect_object(self.pair), sizes=expect_object(expect_object(check_integer)),
-            scatters=expect_object(allow_null(self.placing)), emptied=expect_list(check_string), passed=expect_list(check_string),
+            slices=expect_object(self.axes), grouped=expect_object(self.pair),
+            sizes=expect_object(expect_object(check_integer)), scatters=expect_object(allow_null(self.placing)),
+            emptied=expect_list(check_string), passed=expect_list(check_string),
         )(value, at)  # fmt: skip
         return Recipe(**found)
 
@@ -127,8 +128,10 @@ def decode_record(document: str, tensors: Mapping[str, Tensor]) -> Saved:
     """The record, from its JSON and all tensors of the file."""
     indices = IndexReader(tensors)
     claims = expect_fields(
-        sosp=check_string, torch=check_string, module=check_string, qualname=check_string, tensors=expect_object(check_stored_tensor), aliases=expect_object(check_string),
-        original=expect_object(SHAPE), transient=expect_object(DTYPE), recipes=expect_list(indices.recipe), mask=allow_null(indices.mask),
+        sosp=check_string, torch=check_string, module=check_string, qualname=check_string,
+        tensors=expect_object(check_stored_tensor), aliases=expect_object(check_string),
+        original=expect_object(SHAPE), transient=expect_object(DTYPE),
+        recipes=expect_list(indices.recipe), mask=allow_null(indices.mask),
     )(parse_json(document), "")  # fmt: skip
     saved = Saved(**claims)
     _check_tensors(saved, {name: x for name, x in tensors.items() if name not in indices.used})

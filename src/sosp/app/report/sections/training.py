@@ -89,7 +89,9 @@ def table(name: str, epochs: Sequence[Epoch]) -> ReportTable:
     rows = tuple(
         (
             make_whole_cell(e.number), make_figure_cell(e.loss), make_share_cell(e.accuracy),
-            "" if e.test is None else make_figure_cell(e.test.loss), "" if e.test is None else make_share_cell(e.test.top1), make_figure_cell(e.rate),
+            "" if e.test is None else make_figure_cell(e.test.loss),
+            "" if e.test is None else make_share_cell(e.test.top1),
+            make_figure_cell(e.rate),
         )
         for e in epochs
     )  # fmt: skip
