@@ -8,7 +8,7 @@ JOBS   ?= 2
 STAMP  := $(VENV)/.installed-dev-demo-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs fuzz format install clean
+.PHONY: help demo test test-all docs fuzz format install clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,8 @@ test: $(STAMP)  ## format check, lint, types, tests
 	@$(BIN)/mypy
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest -n auto
+
+test-all: test  ## the same (long tests are not separate yet)
 
 docs: $(STAMP)  ## build the documentation into site/, strictly and without a network
 	@echo "==> mkdocs build"

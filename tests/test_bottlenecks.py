@@ -260,7 +260,7 @@ def test_blocks_by_name() -> None:
     assert [(b.name, len(b.layers)) for b in found] == [("early", 6), ("late", 3)]
     with pytest.raises(StructureError, match=r"separates 'conv1' \(stem\) and 'layer1.0.conv2' \(rest\).*one width"):
         find_blocks(structures, {"stem": ["conv1"], "rest": ["layer1"]})
-    with pytest.raises(StructureError, match=r"names 'layer4', which is no layer here\. Did you mean"):
+    with pytest.raises(StructureError, match=r"names 'layer4', which is not a layer of this network\. Did you mean"):
         find_blocks(structures, {"a": ["layer4"]})
     with pytest.raises(ArgumentError, match="into 'a' and into 'b'"):
         find_blocks(structures, {"a": ["layer1"], "b": ["layer1.0.conv1"]})
@@ -411,12 +411,12 @@ def _scored(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Saliency, sosp.Mask
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("rank", lambda x: x * 0, "'rank' is no order of 336"),
+        ("rank", lambda x: x * 0, "'rank' is not a permutation of 336"),
         ("index", lambda x: x + 9, "'index' names layers that are not among its 9"),
         ("scores", lambda x: x[:-1], "'scores' has 335 entries"),
         ("scores", lambda x: x.float(), "'scores' should be torch.float64"),
-        ("removed", None, "'removed' is missing or too much"),
-        ("more", lambda x: torch.zeros(3), "'more' is missing or too much"),
+        ("removed", None, "'removed' is missing or not expected"),
+        ("more", lambda x: torch.zeros(3), "'more' is missing or not expected"),
         ("pairs_by_layer", lambda x: torch.zeros(2, 2, dtype=torch.float64), r"is \(2, 2\) for 9 layers"),
     ],
 )

@@ -43,7 +43,7 @@ DATA = "--data --data-dir"
 TRAIN = (
     "--schedule --epochs --batch --rate --momentum --decay --nesterov --shape --milestones --factor --warmup "
     "--smoothing --ema --distill --temperature --teacher --slimming --precision --channels-last --graph --compile "
-    "--room --save-every"
+    "--pad-widths --save-every"
 )
 PRUNE = (
     "--method --ratio --params --macs --cap --scope --ratios --scale --objective --groups --gate --kind --exclude "
@@ -325,7 +325,7 @@ def test_the_bar_says_how_far_it_is_and_leaves() -> None:
     printed = io.StringIO()
     bar = ProgressBar(Console(file=printed, force_terminal=True, width=120))
     for done in (1, 5):
-        bar.move("train", done, 10, Moment(2, 0.5, 0.875, 12345.0))
+        bar.update("train", done, 10, Moment(2, 0.5, 0.875, 12345.0))
         assert len(ACTIVE_BARS) == 1  # no other bar beside it
     bar.clear()
     assert ACTIVE_BARS == []
@@ -335,9 +335,9 @@ def test_the_bar_says_how_far_it_is_and_leaves() -> None:
 
 def test_no_bar_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = io.StringIO()
-    ProgressBar(Console(file=printed)).move("train", 1, 10, Moment(1, None, None, 1.0))
+    ProgressBar(Console(file=printed)).update("train", 1, 10, Moment(1, None, None, 1.0))
     monkeypatch.setenv("SOSP_PROGRESS", "0")
-    ProgressBar(Console(file=printed, force_terminal=True)).move("train", 1, 10, Moment(1, None, None, 1.0))
+    ProgressBar(Console(file=printed, force_terminal=True)).update("train", 1, 10, Moment(1, None, None, 1.0))
     assert (printed.getvalue(), ACTIVE_BARS) == ("", [])
 
 

@@ -289,8 +289,8 @@ def test_out_of_memory_says_which_batch_would_fit(here: Path) -> None:
         ("[train]\nepochs=2\n[compare]\nmethods=['random']", "a comparison fine-tunes without a teacher, and trains"),
         ("[prune]\ncap=0.5\nkind='blocks'\n[compare]\nmethods=['random']", "from [prune], and not cap, kind"),
         ("[prune]\nratio=0.3\n[expand]\n", "from [prune], and not ratio"),
-        ("[train]\nepochs=2\n[prune]\nmacs=1.5", "macs=1.5 must be the share that may be left"),
-        ("[train]\nepochs=2\n[prune]\nmacs=0.5\nratios={conv1=0.3}", "params and macs how much is left: give one"),
+        ("[train]\nepochs=2\n[prune]\nmacs=1.5", "macs=1.5 must be the share to keep"),
+        ("[train]\nepochs=2\n[prune]\nmacs=0.5\nratios={conv1=0.3}", "give one of them"),
         ("[train]\nepochs=2\n[prune]\nratios={'layer9.*'=0.3}", "layer9"),
         ("[train]\nepochs=2\n[prune]\nratio=0.9\ncap=0.2", "cap=0.2"),
         ("[train]\nepochs=2\n[run]\nname='a/b'", "name='a/b' is a path"),
@@ -325,7 +325,7 @@ def test_a_run_that_is_not_there() -> None:
 def test_a_training_that_fails_in_its_last_step(here: Path) -> None:
     words = ("train", NET, *DIGITS, "--width", "0.25", "--epochs", "1", "--batch", "1297", "--rate", "1e30")
     message = refusal(*words, "--name", "far", code=3, begun=True)
-    assert "on the test data is no finite number at step 1 (epoch 1), with rate 1e+30" in message
+    assert "on the test data is not finite at step 1 (epoch 1), with learning rate 1e+30" in message
     assert not (here / "runs" / "far" / "model.safetensors").exists()
 
 

@@ -357,8 +357,8 @@ def test_training_that_fails(tmp_path: Path) -> None:
     folder = tmp_path / "bad"
     found = lines("train", NET, *QUICK, "--rate", "1e30", "--out", folder)
     assert found[-1]["code"] == 3
-    assert "is no finite number at step" in found[-1]["error"]
-    assert "is no finite number" in (folder / "log.txt").read_text()
+    assert "is not finite at step" in found[-1]["error"]
+    assert "is not finite" in (folder / "log.txt").read_text()
 
 
 def test_several_processes_print_and_write_once(tmp_path: Path) -> None:

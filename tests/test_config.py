@@ -73,7 +73,7 @@ def test_a_file_says_everything(tmp_path: Path) -> None:
     assert (config.data.name, config.data.folder) == ("cifar10", "datasets")
     assert config.train is not None
     expected = replace(SCHEDULES["cifar"], epochs=3, rate=1.0, milestones=(0.5,), nesterov=True)
-    assert config.train.plan() == expected
+    assert config.train.build_schedule() == expected
     assert config.prune == PruningSection(method="sosp-i", macs=0.5, exclude=("layer1.*", "conv1"), downsampling=False)
     assert config.prune.budget == {"macs": 0.5}
     assert (config.run.name, config.run.seed, config.run.device) == ("mine", 7, "cpu")
@@ -95,7 +95,7 @@ def test_everything_that_can_be_chosen_about_training_is_there() -> None:
         assert {f.name for f in fields(kind)} <= set(collect_options(TrainingSection))
     assert TrainingSection().speed == Speed()
     for name, schedule in SCHEDULES.items():
-        assert TrainingSection(schedule=name).plan() == schedule
+        assert TrainingSection(schedule=name).build_schedule() == schedule
 
 
 def test_every_option_explains_itself() -> None:
@@ -113,7 +113,7 @@ def test_every_option_explains_itself() -> None:
         ("prune", "ratio", "0.5", r"\[prune\] ratio should be a number, not '0.5'"),
         ("prune", "ratio", True, r"\[prune\] ratio should be a number, not True"),
         ("prune", "ratio", 1.5, r"\[prune\] ratio=1.5 must be a number, from 0 to 1"),
-        ("prune", "examples", 0, r"\[prune\] examples=0 must be a whole number, 1 at least"),
+        ("prune", "examples", 0, r"\[prune\] examples=0 must be a whole number, at least 1"),
         ("prune", "examples", 10.0, r"\[prune\] examples should be a whole number, not 10.0"),
         ("prune", "method", "sops-h", r"\[prune\] method='sops-h' is not known. Did you mean 'sosp-h'\?"),
         ("prune", "exclude", "layer1", r"\[prune\] exclude should be a list of texts, not 'layer1'"),
@@ -139,7 +139,7 @@ def test_what_is_wrong_is_refused_by_section_and_key(section: str, key: str, val
 
 
 def test_flags_are_refused_by_the_name_of_the_flag() -> None:
-    with pytest.raises(ArgumentError, match="--round-to=0 must be a whole number, 1 at least"):
+    with pytest.raises(ArgumentError, match="--round-to=0 must be a whole number, at least 1"):
         build_config(with_key("prune", "round_to", 0), format_flag)
     with pytest.raises(ArgumentError, match="--data-dir should be a text"):
         build_config(with_key("data", "folder", 3), format_flag)
@@ -154,7 +154,7 @@ def test_one_budget_at_a_time() -> None:
 def test_a_network_must_be_named() -> None:
     with pytest.raises(ArgumentError, match=r"\[model\] name is missing"):
         build_config({"prune": {}})
-    with pytest.raises(ArgumentError, match="prune = 3 is no section"):
+    with pytest.raises(ArgumentError, match="prune = 3 is not a section"):
         build_config({"model": {"name": "a"}, "prune": 3})
 
 

@@ -163,7 +163,7 @@ def test_the_constant_is_short_to_write() -> None:
 
 @pytest.mark.parametrize("target", [49, 10**9, 50.0, True])
 def test_a_target_that_no_constant_reaches(target: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"no constant gives the network .* as it is it has 50"):
+    with pytest.raises(ArgumentError, match=r"no constant factor gives the network .* unchanged it has 50"):
         match_parameters(staircase, target)
 
 
@@ -383,8 +383,8 @@ def test_a_size_that_cannot_be_had_is_a_point_with_a_reason(data: Dataset, tmp_p
 @pytest.mark.parametrize(
     ("courses", "words"),
     [
-        ([], "told apart"),
-        ([PruningProtocol("a", "net"), PruningProtocol("a", "net")], "told apart"),
+        ([], "need different names"),
+        ([PruningProtocol("a", "net"), PruningProtocol("a", "net")], "need different names"),
         ([PruningProtocol("a", "other")], "'other', which is not among networks"),
     ],
 )

@@ -661,7 +661,7 @@ def test_without_fine_tuning_the_papers_accuracy_before_it_is_shown(results: Pat
     never, paper = replace(START.schedule, epochs=0), replace(SOME.published[0], accuracy=None, std=None)
     cells = tuple(replace(cell, tuning=never) for cell in SOME.cells)  # type: ignore[call-arg]
     claim = Claim("second order helps", 34, "sosp-h", "first-order", by="recalibrated")
-    found = replace(SOME, name="never", cells=cells, beside="zeroed", published=(paper,), claims=(claim,))
+    found = replace(SOME, name="never", cells=cells, compared_metric="zeroed", published=(paper,), claims=(claim,))
     more = replace(cells[0], examples=5000)  # type: ignore[call-arg]
     for cell, share in zip((*cells, more), (0.9, 0.91, 0.92, 0.91, 0.8, 0.81, 0.82, 0.81, 0.89), strict=True):
         figure = {name: value for name, value in figures(share).items() if name not in ("first", "final", "best")}
@@ -903,7 +903,7 @@ def test_stopped_it_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         ((), "which experiment? There are resnet56-cifar10"),
         (("resnet-56",), "Did you mean 'resnet56-cifar10'?"),
-        (("shuffle", "--only", "["), "is no regular expression"),
+        (("shuffle", "--only", "["), "is not a valid regular expression"),
         (("shuffle", "--seeds", "0"), "seeds=0 must be"),
         (("shuffle", "--epochs", "0"), "epochs=0 must be"),
         (("shuffle", "--weights", "vgg19=a"), "no cell begins with 'vgg19'"),

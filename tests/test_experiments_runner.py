@@ -198,7 +198,7 @@ def test_cap_and_scale_are_heeded(home: Path) -> None:
     cell = PrunedCell(begun(home), "sosp-h", ("params", 0.5), cap=0.5, scale="macs", examples=100)
     cutter = cutting.CellPruner(bench.Workspace(setting(home)), cell.start)
     saliency, _ = cutter.saliency(cell)
-    found = cutter.cut(cell, home / "capped").facts["removed_by_layer"]
+    found = cutter.prune(cell, home / "capped").facts["removed_by_layer"]
     by_hand = {
         cap_scale: {
             layer.name: len(mask.removed.get(layer.name, ())) / layer.channels for layer in saliency.structures.layers
@@ -237,16 +237,16 @@ def test_a_cut_of_another_network_is_made_anew(home: Path, tmp_path: Path) -> No
     """And checkpoints of its fine-tuning are forgotten."""
     cell = PrunedCell(begun(home), "random", ("ratio", 0.5), examples=50)
     cutter = cutting.CellPruner(bench.Workspace(setting(home)), cell.start)
-    cutter.cut(cell, tmp_path / cell.name)
+    cutter.prune(cell, tmp_path / cell.name)
     group = tmp_path / "group-0"
     group.mkdir()
     (group / training_groups.MEMBERS).write_text(f'["{cell.name}", "other"]')
     written = (tmp_path / cell.name / cutting.NETWORK).stat().st_mtime_ns
-    cutter.cut(cell, tmp_path / cell.name)
+    cutter.prune(cell, tmp_path / cell.name)
     assert (tmp_path / cell.name / cutting.NETWORK).stat().st_mtime_ns == written
     assert group.exists()
     cutter.start = "another"
-    cutter.cut(cell, tmp_path / cell.name)
+    cutter.prune(cell, tmp_path / cell.name)
     assert (tmp_path / cell.name / cutting.NETWORK).stat().st_mtime_ns > written
     assert not group.exists()
 
@@ -305,7 +305,7 @@ def test_eigendamage_finds_the_ratio_that_leaves_the_share(home: Path, monkeypat
     (cell,) = paper.select_cells(tiny("global-high"), "eigendamage").cells
     assert isinstance(cell, PrunedCell)
     cutter = cutting.CellPruner(bench.Workspace(setting(home)), cell.start)
-    found = cutter.cut(cell, home / "eigendamage")
+    found = cutter.prune(cell, home / "eigendamage")
     assert found.metrics["params"] == sum(p.numel() for p in found.model.parameters())
     assert found.metrics["params"] <= 0.5 * sum(p.numel() for p in cutter.model.parameters())
     assert found.metrics["cut"] == sosp.evaluate(found.model, sosp.data.digits().test).top1
@@ -542,7 +542,7 @@ def test_epochs_of_a_second_cycle_are_counted_on(tmp_path: Path) -> None:
 
 def test_two_processes_do_not_meet(tmp_path: Path) -> None:
     table = bench.Workspace(setting(tmp_path))
-    with table.locked(), pytest.raises(RunError, match="another process is working there"):
+    with table.lock_folders(), pytest.raises(RunError, match="another process is working there"):
         paper.run_experiment(TWO, setting(tmp_path), Watch())
 
 
@@ -606,7 +606,7 @@ def pretended(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     def trained(bench: Any, group: Any, *_: Any) -> Any:
         return dict.fromkeys(group.names, (model, history))
 
-    monkeypatch.setattr(cutting.CellPruner, "cut", cut)
+    monkeypatch.setattr(cutting.CellPruner, "prune", cut)
     monkeypatch.setattr(training_groups, "train_group", trained)
     monkeypatch.setitem(bench.GROUP_SIZES, False, 2)
     return copied(home, tmp_path)
@@ -714,7 +714,7 @@ def test_given_weights_are_measured_and_not_trained(tmp_path: Path) -> None:
     assert watch.cells("epoch") == []
     untrained = replace(start.schedule, epochs=0)
     for other in ({"slimming": 0.1}, {"seed": 1}, {"width": 2.0}, {"schedule": untrained}):
-        assert bench.Workspace(given).given(replace(start, **other)) is None  # type: ignore[arg-type]
+        assert bench.Workspace(given).find_given_file(replace(start, **other)) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_a_folded_network_is_the_gated_one(gate: str, training: bool) -> None:
     x = torch.randn(5, 2, 6, 6, dtype=torch.float64)
     found = sosp.find_structures(model, x, gate=gate)
     factors = torch.rand(len(found), dtype=torch.float64)
-    own = found.spread(factors)
+    own = found.expand_to_channels(factors)
     twin = copy.deepcopy(model).train(training)
     with apply_gates(twin, found.layers, gate, lambda i, y: y * align_values(own[i], y.dim(), found.layers[i].axis)):
         wanted = twin(x)

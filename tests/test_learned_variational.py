@@ -181,7 +181,7 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 def test_layers_without_a_norm_are_named() -> None:
     plain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
-    with pytest.raises(StructureError, match=r"method='variational' needs a batch norm.*'0' does without.*These work"):
+    with pytest.raises(StructureError, match=r"method='variational' needs a batch norm.*not met by '0'.*These work"):
         sosp.learned.variational(plain, (X, Y), ONE_STEP)
 
 

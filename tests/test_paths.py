@@ -87,7 +87,7 @@ WAYS = [noise(5, 2), noise(5, -2), noise(1, 2), noise(1, -2)]
 @pytest.mark.parametrize(("shift", "way", "other"), [(2, "b", "c"), (-2, "c", "b")])
 def test_the_way_that_was_not_seen_still_works(cls: type[Branch], shift: float, way: str, other: str) -> None:
     model, x = made(cls), noise(5, shift)
-    assert sosp.trace(model, x).unseen == (other,)
+    assert sosp.trace(model, x).unused_modules == (other,)
     assert [layer.name for layer in sosp.find_structures(model, x).layers] == ["a", way]
     small = check_every_way(model, {"a": [0, 3], way: [1, 2]}, x, WAYS)
     assert small.a.weight.shape == (6, 6)  # it is narrower, and what it gave is put in place
@@ -146,7 +146,7 @@ class Experts(nn.Module):
 def test_experts_that_ran_get_smaller_inside(count: bool, seed: int) -> None:
     model, x = made(lambda: Experts(count)), noise(40, seed=seed)[:3]
     flow = sosp.trace(model, x)
-    seen = [i for i in range(4) if f"experts.{i}.0" not in flow.unseen]
+    seen = [i for i in range(4) if f"experts.{i}.0" not in flow.unused_modules]
     assert 0 < len(seen) < 4
     layers = [layer.name for layer in sosp.find_structures(model, x).layers]
     assert [n for n in layers if n.endswith(".0")] == [f"experts.{i}.0" for i in seen]
@@ -241,7 +241,7 @@ def test_layers_that_no_value_brings_in_cost_nothing(cls: type[Branch]) -> None:
         assert [s.pinned for s in flow.streams if s.producers != ("head",)] == [0, 0]
         small = check_every_way(model, {"a": [0, 3], "b": [1]}, x, [x])
     if cls is not Calibrated:
-        assert flow.unseen == ("c",)
+        assert flow.unused_modules == ("c",)
     assert small.b.weight.shape == (7, 6)
     assert small.head.in_features == 7
 
@@ -327,7 +327,7 @@ class Routed(nn.Module):
 @PATHS
 def test_the_module_that_decides_and_the_one_that_is_told_keep_what_another_way_reads() -> None:
     model, x = made(Routed), noise(5, 2)
-    assert sosp.trace(model, x).unseen == ("told.c",)
+    assert sosp.trace(model, x).unused_modules == ("told.c",)
     small = check_every_way(model, {"told.a": [0, 3], "router.first": [4], "apart.0": [1, 2]}, x, WAYS)
     assert (small.told.b.in_features, small.router.second.in_features) == (8, 8)
     assert (small.apart[0].out_features, small.apart[2].in_features) == (6, 6)
@@ -353,7 +353,7 @@ class Borrowed(Branch):
 
 @PATHS
 def test_a_layer_whose_weight_is_used_by_hand_was_seen() -> None:
-    assert sosp.trace(made(Borrowed), noise(5, 2)).unseen == ()
+    assert sosp.trace(made(Borrowed), noise(5, 2)).unused_modules == ()
 
 
 def test_a_count_of_rows_is_told_where_layers_did_not_run_and_only_there() -> None:

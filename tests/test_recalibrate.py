@@ -215,5 +215,5 @@ def test_bad_arguments() -> None:
         sosp.recalibrate(normed(), [])
     with pytest.raises(DataError, match="a batch is a Tensor"):
         sosp.recalibrate(normed(), list(examples()[0]))
-    with pytest.raises(TrainingError, match="leaves no single example over"):
+    with pytest.raises(TrainingError, match="does not leave a single example"):
         sosp.recalibrate(normed(), (examples()[0][:1], examples()[1][:1]))

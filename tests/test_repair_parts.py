@@ -113,7 +113,7 @@ def test_a_layer_reads_where_it_is_said_to(name: str) -> None:
     d = len(getattr(layer, "kernel_size", ()))
     axis = axis_of(layer, y)
     rows = torch.arange(y.numel() // y.shape[axis])
-    found = use.spots(tuple(x.shape[x.dim() - d :]), tuple(y.shape[y.dim() - d :]), rows)
+    found = use.read_positions(tuple(x.shape[x.dim() - d :]), tuple(y.shape[y.dim() - d :]), rows)
     assert found is not None
     values = x.movedim(axis, -1).reshape(-1, x.shape[axis])[found] * (found >= 0)[..., None]  # (R, T, C)
     G = count_groups(layer)
@@ -123,7 +123,7 @@ def test_a_layer_reads_where_it_is_said_to(name: str) -> None:
 
 def test_layers_whose_spots_cannot_be_told() -> None:
     _, x, y, use = made("transposed")
-    assert use.spots(tuple(x.shape[2:]), tuple(y.shape[2:]), torch.arange(3)) is None
+    assert use.read_positions(tuple(x.shape[2:]), tuple(y.shape[2:]), torch.arange(3)) is None
     for name in ("reflect", "padded by itself"):
         _, x, _, use = made(name)
         assert use.x is not x  # what they read is not what they are given
@@ -172,8 +172,8 @@ def test_points() -> None:
         "head": None,
     }
     assert found.points["a"].module == "bn"
-    torch.testing.assert_close(found.points["a"].trail.factor, torch.full((3,), (4 + 1e-5) ** -0.5))
-    assert found.points["c"].trail.factor.tolist() == [2, 3, 4]
+    torch.testing.assert_close(found.points["a"].tracked.factor, torch.full((3,), (4 + 1e-5) ** -0.5))
+    assert found.points["c"].tracked.factor.tolist() == [2, 3, 4]
     clips = {"a": (0, inf), "b": (0, 6), "c": FULL_RANGE, "d": FULL_RANGE, "e": FULL_RANGE, "head": FULL_RANGE}
     assert {n: p.clip for n, p in found.points.items()} == clips
     assert {n: p.needs for n, p in found.points.items()} == {"a": -1, "b": 0, "c": 1, "d": 2, "e": 3, "head": 4}
@@ -181,7 +181,7 @@ def test_points() -> None:
 
 def test_a_layer_that_alone_reads_another() -> None:
     found = trails()
-    feeds = {n: found.feeding(n) for n in found.order}
+    feeds = {n: found.find_source(n) for n in found.order}
     assert {n: f and f[0] for n, f in feeds.items()} == {n: "b" if n == "c" else None for n in found.order}
     assert feeds["c"] is not None
     assert feeds["c"][1](torch.tensor([-1.0, 3.0, 9.0])).tolist() == [0, 3, 6]
@@ -299,11 +299,11 @@ def test_the_first_of_two_layers_moves_for_the_second() -> None:
     own = fit_weights(fitted.first, held.first, build_squared_error(FULL_RANGE), inputs)
     assert own is not None
     assert not own.delta.any()
-    start = through.solved(own, RIDGES).fit.after
+    start = through.solve_second(own, RIDGES).fit.after
     best = through.best(own)
     assert best is not None
     assert best.after < 0.9 * start
-    assert best.after == pytest.approx(through.solved(best, RIDGES).fit.after, rel=0.05)
+    assert best.after == pytest.approx(through.solve_second(best, RIDGES).fit.after, rel=0.05)
 
 
 def test_inputs_of_the_second_layer_and_back_are_transposed() -> None:

@@ -162,7 +162,7 @@ def test_only_the_end_of_a_chain_is_kept() -> None:
         store, listener = BlockCache(model, trails), OutputListener(model)
         names = [n for n in trails.order if n != "head"]
         for layer in names:
-            with listener.hooked(), store.used(trails.order.index(layer), 0, listener):
+            with listener.hooked(), store.reuse_blocks(trails.order.index(layer), 0, listener):
                 listener.listen({layer: [lambda use, y: None]}, lambda m: m(x))
         kept = {"first", "loose.0", "loose.1", "pieces.0", "pieces.1", "last.0"}  # a block called twice is not
         assert {name for name, _ in store.kept} == kept

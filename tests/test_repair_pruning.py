@@ -212,10 +212,10 @@ def test_a_layer_that_an_earlier_cut_emptied_stays_absent() -> None:
     model, x = Branches().eval(), torch.randn(4, 3, 8, 8)
     absent = RemovalHistory(sosp.find_structures(model, x))
     mask = sosp.Mask.from_removed(model, {"down": range(4), "up": [0, 5]}, x)
-    absent.cut(plan_removal(sosp.trace(model, x), mask))
+    absent.record(plan_removal(sosp.trace(model, x), mask))
     once = sosp.shrink(model, mask, x)
     again = sosp.Mask.from_removed(once, {"up": [0], "last": [3]}, x)
-    absent.cut(plan_removal(sosp.trace(once, x), again))
+    absent.record(plan_removal(sosp.trace(once, x), again))
     lacks = absent.mask().removed
     assert {name: gone.tolist() for name, gone in lacks.items()} == {
         "down": [0, 1, 2, 3],
@@ -237,8 +237,8 @@ def test_a_layer_that_is_not_run_on_the_example_is_not_absent() -> None:
 
     model, x = Either(), torch.rand(4, 4)
     absent = RemovalHistory(sosp.find_structures(model, x))
-    absent.cut(plan_removal(sosp.trace(model, x), sosp.Mask.from_removed(model, {}, x)))
-    absent.cut(plan_removal(sosp.trace(model, -x), sosp.Mask.from_removed(model, {}, -x)))
+    absent.record(plan_removal(sosp.trace(model, x), sosp.Mask.from_removed(model, {}, x)))
+    absent.record(plan_removal(sosp.trace(model, -x), sosp.Mask.from_removed(model, {}, -x)))
     assert absent.mask().removed == {}
 
 
@@ -248,11 +248,11 @@ def test_what_is_absent() -> None:
     gone = {"block1.conv1": [0], "block2.conv1": [1, 2], "block2.conv2": [0, 3]}
     mask = sosp.Mask.from_removed(c.model, gone, c.inputs)
     absent = RemovalHistory(structures)
-    absent.cut(plan_removal(sosp.trace(c.model, c.inputs), mask))
+    absent.record(plan_removal(sosp.trace(c.model, c.inputs), mask))
     assert absent.mask() == mask
     once = sosp.shrink(c.model, mask, c.inputs)
     again = sosp.Mask.from_removed(once, {"block2.conv2": [0, 1]}, c.inputs)
-    absent.cut(plan_removal(sosp.trace(once, c.inputs), again))
+    absent.record(plan_removal(sosp.trace(once, c.inputs), again))
     lacks = absent.mask().removed
     assert lacks["block2.conv2"].tolist() == [0, 1, 2, 3]
     assert lacks["block2.conv1"].tolist()[-2:] == [1, 2]
@@ -305,13 +305,13 @@ def test_the_budget_is_that_of_the_network_that_is_built(trained: Path, tmp_path
 
 
 def test_rounds_without_repair_are_refused(trained: Path) -> None:
-    assert "rounds is for repair" in refusal("prune", str(trained), "--rounds", "2")
-    with pytest.raises(ArgumentError, match="rounds is for repair"):
+    assert "rounds needs repair" in refusal("prune", str(trained), "--rounds", "2")
+    with pytest.raises(ArgumentError, match="rounds needs repair"):
         PruningSection(repair=True, rounds=2, ratios={"conv1": 0.5})
 
 
 def test_rounds_with_zeros_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"join='zeros' has none.*groups='coupled'"):
+    with pytest.raises(ArgumentError, match=r"join='zeros' does not use.*groups='coupled'"):
         PruningSection(repair=True, rounds=2, join="zeros")
 
 

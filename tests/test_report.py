@@ -115,7 +115,7 @@ def test_all_sections_in_order(html: str) -> None:
         ({"widths": ()}, {"streams"}),
         ({"saliency": None}, {"saliency", "pairs"}),
         ({"saliency": saliency(LAYERS, "sosp-h")}, {"pairs"}),
-        ({"course": None}, {"losses"}),
+        ({"loss_curve": None}, {"losses"}),
         ({"epochs": {}}, {"training"}),
         ({"bottlenecks": None}, {"bottlenecks"}),
         ({"summaries": ()}, {"comparison"}),
@@ -214,7 +214,7 @@ def test_a_repair_tells_what_it_changed_and_what_it_left(facts: RunFacts) -> Non
 
 
 def test_several_runs(facts: RunFacts) -> None:
-    some = replace(facts, saliency=None, epochs={}, course=None, summaries=(), bottlenecks=None)
+    some = replace(facts, saliency=None, epochs={}, loss_curve=None, summaries=(), bottlenecks=None)
     found = render_page([some, replace(some, folder=Path("runs/other"))])
     assert "<h1>2 runs</h1>" in found
     names = [["layers", "streams", "repair", "next", "origin"]] * 2
@@ -239,7 +239,7 @@ def test_names_stay_text() -> None:
         "#0072b2",
         'style="x"',
     ]
-    evil = replace(made_up(Path(f"runs/{EVIL}"), [(name, 3, 8) for name in names]), epochs={}, course=None)
+    evil = replace(made_up(Path(f"runs/{EVIL}"), [(name, 3, 8) for name in names]), epochs={}, loss_curve=None)
     found = Reader(render_page([replace(evil, bottlenecks={**BOTTLENECKS, "advice": EVIL})]))
     assert not {"b", "script"} & set(found.tags)
     assert not any(name.startswith("on") for name, _ in found.attributes)
@@ -278,7 +278,7 @@ def test_a_resnet50_is_small_and_quick() -> None:
 
 def test_more_layers_than_names_fit() -> None:
     layers = [(f"block{i // 20}.{i % 20}.conv", 8, 8) for i in range(80)]
-    found = render_page([replace(made_up(Path("runs/deep"), layers), epochs={}, course=None)])
+    found = render_page([replace(made_up(Path("runs/deep"), layers), epochs={}, loss_curve=None)])
     assert "80 layers, in the order of the network" in found
     assert len(found.encode()) < 3e6
 
@@ -325,7 +325,7 @@ def test_figures_take_the_colours_of_the_page(html: str) -> None:
 
 
 def test_png_files(facts: RunFacts, tmp_path: Path) -> None:
-    small = replace(facts, saliency=None, epochs={}, summaries=(), course=None)
+    small = replace(facts, saliency=None, epochs={}, summaries=(), loss_curve=None)
     files = save_figures([small], tmp_path)
     assert sorted(f.name for f in files) == ["bottlenecks.png", "layers.png", "repair.png", "streams.png"]
     head = (tmp_path / "bottlenecks.png").read_bytes()[:24]
@@ -423,13 +423,13 @@ def test_large_numbers_and_powers() -> None:
 def test_layers_without_structures_of_their_own_are_left_out() -> None:
     """Of coupled channels, those of a stream stand at its first layer."""
     whole = saliency([("conv1", 3, 4), ("conv2", 4, 4), ("conv3", 4, 4)])
-    assert whole.owners().layers == whole.layers
-    assert torch.equal(whole.owners().index, whole.index)
-    some = replace(whole, index=torch.tensor([0] * 4 + [2] * 8)).owners()
+    assert whole.without_empty_layers().layers == whole.layers
+    assert torch.equal(whole.without_empty_layers().index, whole.index)
+    some = replace(whole, index=torch.tensor([0] * 4 + [2] * 8)).without_empty_layers()
     assert some.layers == ("conv1", "conv3")
     assert some.index.tolist() == [0] * 4 + [1] * 8
     assert some.pairs_by_layer is not None
     assert whole.pairs_by_layer is not None
     assert torch.equal(some.pairs_by_layer, whole.pairs_by_layer[[0, 2]][:, [0, 2]])
     assert explain_shared_structures(whole, some).endswith("at the first of them.")
-    assert explain_shared_structures(whole, whole.owners()) == ""
+    assert explain_shared_structures(whole, whole.without_empty_layers()) == ""

@@ -38,7 +38,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory, run: Path) -> dict[str, Path
     """The page of the real run, of a large one, and of one whose names are meant to break it."""
     folder = tmp_path_factory.mktemp("pages")
     evil = made_up(folder / EVIL.replace("/", ""), [(f"{EVIL}{i}", a, b) for i, (_, a, b) in enumerate(LAYERS)])
-    evil = replace(evil, summaries=summaries(), bottlenecks=BOTTLENECKS, epochs={}, course=None)
+    evil = replace(evil, summaries=summaries(), bottlenecks=BOTTLENECKS, epochs={}, loss_curve=None)
     made = {"evil": render_page([evil]), "large": render_page([made_up(folder, bottleneck_network())])}
     for name, text in made.items():
         (folder / f"{name}.html").write_text(text)

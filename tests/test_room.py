@@ -168,10 +168,10 @@ def test_what_a_depthwise_convolution_reads_stays_as_wide_as_it_is() -> None:
 @pytest.mark.parametrize("name", NETS)
 def test_there_and_back(name: str) -> None:
     room = roomy(name)
-    assert weights(room.shrunk(room.model)).keys() == weights(room.small).keys()
+    assert weights(room.remove_padding(room.model)).keys() == weights(room.small).keys()
     for n, x in weights(room.small).items():
         assert torch.equal(room.narrow(n, room.widen(n, x)), x)
-        assert torch.equal(weights(room.shrunk(room.model))[n], x)
+        assert torch.equal(weights(room.remove_padding(room.model))[n], x)
         if ".scatter." not in n:
             assert torch.equal(room.widen(n, x), weights(room.model)[n])
 
@@ -211,7 +211,7 @@ def assert_same_numbers(mine: nn.Module, theirs: nn.Module) -> None:
 @pytest.mark.parametrize("name", NETS)
 def test_training_is_the_same(name: str) -> None:
     model, s = pruned(name), replace(SHORT, ema=0.7, nesterov=True)
-    wanted, found = trained(model, schedule=s), trained(model, schedule=s, speed=Speed(room=True))
+    wanted, found = trained(model, schedule=s), trained(model, schedule=s, speed=Speed(pad_widths=True))
     assert_same_numbers(found.model, wanted.model)
     assert_same_numbers(found.average, wanted.average)
     assert [e.loss for e in found.history] == pytest.approx([e.loss for e in wanted.history], rel=1e-7)
@@ -229,15 +229,15 @@ def test_what_was_added_stays_empty(name: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Learner, "finished", lambda self: (learners.append(self), finished(self))[1])
 
     def full() -> float:
-        masks = learners[-1].room.masks(learners[-1].model)
+        masks = learners[-1].padded.masks(learners[-1].model)
         held = {n: p for n, p in learners[-1].model.named_parameters() if n in masks}
         return max(float((p.detach() * (1 - masks[n])).abs().max()) for n, p in held.items())
 
-    trained(pruned(name), speed=Speed(room=True))
+    trained(pruned(name), speed=Speed(pad_widths=True))
     assert full() == 0
     if name in ("residual", "unnormed", "flattened"):
-        monkeypatch.setattr(Learner, "_keep_room_empty", lambda self: None)
-        trained(pruned(name), speed=Speed(room=True))
+        monkeypatch.setattr(Learner, "_mask_padding_gradients", lambda self: None)
+        trained(pruned(name), speed=Speed(pad_widths=True))
         assert full() > 0
 
 
@@ -251,15 +251,15 @@ def test_a_checkpoint_knows_nothing_of_room(first: bool, then: bool, tmp_path: P
         raise KeyError
 
     with pytest.raises(KeyError):
-        trained(model, speed=Speed(room=first), folder=tmp_path, save_every=0, on_epoch=stop)
-    found = trained(model, speed=Speed(room=then), folder=tmp_path)
+        trained(model, speed=Speed(pad_widths=first), folder=tmp_path, save_every=0, on_epoch=stop)
+    found = trained(model, speed=Speed(pad_widths=then), folder=tmp_path)
     assert_same_numbers(found.model, whole.model)
 
 
 def test_the_network_that_is_given_stays_as_it_was() -> None:
     model = pruned("residual")
     before = {n: x.clone() for n, x in weights(model).items()}
-    trained(model, speed=Speed(room=True))
+    trained(model, speed=Speed(pad_widths=True))
     assert all(torch.equal(x, before[n]) for n, x in weights(model).items())
 
 
@@ -272,12 +272,12 @@ def test_a_companion_sees_the_network_as_it_is() -> None:
             return {}
 
     model = pruned("residual")
-    trained(model, speed=Speed(room=True), companion=Looking())
+    trained(model, speed=Speed(pad_widths=True), companion=Looking())
     assert seen == [sum(p.numel() for p in model.parameters())]
 
 
 def test_by_default_a_cpu_makes_no_room() -> None:
-    assert Speed().on(torch.device("cpu")).room is False
+    assert Speed().on(torch.device("cpu")).pad_widths is False
 
 
 @pytest.mark.gpu
@@ -285,7 +285,7 @@ def test_a_gpu_trains_it_as_a_cpu_does() -> None:
     model = pruned("residual").float()
     data = (tuple(t.float() if t.is_floating_point() else t for t in images()), None)
     wanted = sosp.train(model, data, SHORT)
-    for speed in (Speed("float32"), Speed("float32", room=False)):
+    for speed in (Speed("float32"), Speed("float32", pad_widths=False)):
         found = sosp.train(model, data, SHORT, device="cuda", speed=speed)
         for n, x in weights(wanted.model).items():
             torch.testing.assert_close(weights(found.model)[n].cpu(), x, rtol=2e-2, atol=2e-3)

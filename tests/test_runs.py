@@ -32,7 +32,7 @@ def test_a_new_run_keeps_its_config(tmp_path: Path) -> None:
 
 def test_the_same_run_goes_on(tmp_path: Path) -> None:
     with open_run(tmp_path, record()) as run:
-        run.finish("prune", {"top1": 0.5})
+        run.record_stage("prune", {"top1": 0.5})
     elsewhere = record(run={"device": "cpu", "name": "other"})
     with open_run(tmp_path, elsewhere, must_exist=True) as run:
         assert run.results == {"prune": {"top1": 0.5}}
@@ -52,7 +52,7 @@ def test_the_same_run_goes_on(tmp_path: Path) -> None:
 )
 def test_another_run_is_refused_and_nothing_changes(other: RunRecord, gap: str, tmp_path: Path) -> None:
     with open_run(tmp_path, record()) as run:
-        run.finish("prune", {"top1": 0.5})
+        run.record_stage("prune", {"top1": 0.5})
     before = contents(tmp_path)
     with pytest.raises(RunError, match=f"holds another run: {gap}"), open_run(tmp_path, other):
         pass
@@ -95,8 +95,8 @@ def test_only_one_process_writes(tmp_path: Path) -> None:
         with pytest.raises(RunError, match="another process is writing there"), open_run(tmp_path, record()):
             pass
         with open_run(tmp_path, record(), writes=False) as reader:
-            reader.finish("prune", {})
-            reader.note({"event": "x"})
+            reader.record_stage("prune", {})
+            reader.append_metrics({"event": "x"})
     assert contents(tmp_path).keys() == {CONFIG, ".lock"}
     with open_run(tmp_path, record()) as run:
         assert run.writes
@@ -126,8 +126,8 @@ def test_the_network_of_a_run_is_that_of_its_last_stage(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=r"no stage of this run is done\. Go on with it: sosp run"):
             find_last_network(tmp_path)
         run.file("train").write_bytes(b"")
-        run.finish("train", {})
-        run.finish("prune", {})  # but its file is not there
+        run.record_stage("train", {})
+        run.record_stage("prune", {})  # but its file is not there
         assert find_last_network(tmp_path)[1] == tmp_path / "model.safetensors"
         run.file("prune").write_bytes(b"")
         assert find_last_network(tmp_path)[1] == tmp_path / "small.safetensors"
@@ -135,8 +135,8 @@ def test_the_network_of_a_run_is_that_of_its_last_stage(tmp_path: Path) -> None:
 
 def test_metrics_are_lines_of_json(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    run.note({"epoch": 1})
-    run.note({"epoch": 2, "folder": Path("x")})
+    run.append_metrics({"epoch": 1})
+    run.append_metrics({"epoch": 2, "folder": Path("x")})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [{"epoch": 1}, {"epoch": 2, "folder": "x"}]
 

@@ -151,7 +151,7 @@ def test_what_does_not_go(options: dict[str, Any], words: list[str]) -> None:
 def test_blocks_have_no_share() -> None:
     c = case("residual")
     s = sosp.score(c.model, (c.inputs, c.targets), structures=sosp.find_structures(c.model, c.inputs, kind="blocks"))
-    with pytest.raises(ArgumentError, match=r"a block is all of one.*scope='global'"):
+    with pytest.raises(ArgumentError, match=r"a block is a whole layer.*scope='global'"):
         sosp.select(s, ratio=0.5, scope="layer")
 
 
@@ -181,7 +181,7 @@ def test_coupled_channels_go_together_by_the_share_of_their_first_layer() -> Non
 
 def test_a_layer_whose_channels_are_tied_to_another_has_no_share() -> None:
     _, s = coupled()
-    with pytest.raises(ArgumentError, match=r"'block1.conv2'.*tied to those of 'conv1'"):
+    with pytest.raises(ArgumentError, match=r"'block1.conv2'.*tied to the channels of 'conv1'"):
         sosp.select(s, ratios={"block1.conv2": 0.5})
     found = s.structures
     none = replace(found, ids=tuple(torch.full_like(i, -1) if n else i for n, i in enumerate(found.ids)))

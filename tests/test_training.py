@@ -707,7 +707,7 @@ def test_a_loaders_own_batch_is_named() -> None:
 
 
 def test_not_even_one_example_fits() -> None:
-    with pytest.raises(OutOfMemoryError, match="nor does one example"):
+    with pytest.raises(OutOfMemoryError, match="even a single example does not fit"):
         sosp.evaluate(Big(0, ERRORS["gpu"]).eval(), examples())
 
 
@@ -788,7 +788,7 @@ def test_a_loader_that_can_be_read_only_once() -> None:
             while left:
                 yield left.pop()
 
-    with pytest.raises(DataError, match=r"no batch in epoch 2; a loader must start anew"):
+    with pytest.raises(DataError, match=r"no batch in epoch 2; give a loader that can be read more than once"):
         sosp.train(plain(), Once([1, 2]), SHORT)
 
 
@@ -914,7 +914,7 @@ def test_what_cannot_be_evaluated() -> None:
 
 
 def test_a_batch_norm_and_a_single_example() -> None:
-    with pytest.raises(TrainingError, match="leaves no single example over"):
+    with pytest.raises(TrainingError, match="does not leave a single example"):
         sosp.train(normed(), examples(), replace(SHORT, batch=7))
 
 

@@ -456,10 +456,10 @@ def changed(**fields: Any) -> dict[str, Any]:
         (dropping, changed(ema=0.5), "ema was 0.8 and is 0.5"),
         (dropping, changed(batch=4), "batch was 8 and is 4"),
         (dropping, {"seed": 1}, "seed was 0 and is 1"),
-        (dropping, {"given": examples(23)}, "there were 22 training examples and are 23"),
-        (normed, {}, "another network: '0.bias' is in one of the two only"),
+        (dropping, {"given": examples(23)}, "there were 22 training examples and now there are 23"),
+        (normed, {}, "another network: '0.bias' is in only one of the two"),
         (lambda: torch.nn.Sequential(*list(dropping())[:4], torch.nn.Linear(9, 5)), {}, "'4.weight' had shape"),
-        (lambda: {"a": dropping()}, {}, r"holds the networks \[''\] and these are \['a'\]"),
+        (lambda: {"a": dropping()}, {}, r"holds the networks \[''\], but this training has \['a'\]"),
     ],
 )
 def test_a_checkpoint_of_another_training_is_refused(model: Any, options: Any, said: str, half: Path) -> None:
@@ -492,7 +492,7 @@ def test_a_full_disk_is_a_warning(place: str, half: Path, monkeypatch: pytest.Mo
     with pytest.warns(CheckpointWarning, match="No space left on device") as heard:
         found = run(dropping(), half)
     assert len(heard) == 2  # after epochs 2 and 3
-    assert all(str(half) in str(w.message) and "Training goes on" in str(w.message) for w in heard)
+    assert all(str(half) in str(w.message) and "Training continues" in str(w.message) for w in heard)
     assert {n: (half / n).read_bytes() for n in names(half)} == before
     monkeypatch.undo()
     assert_same_outcome(found, run(dropping()))
@@ -510,7 +510,7 @@ def test_a_loss_that_is_no_number_stops_it(tmp_path: Path) -> None:
     assert "at step 2 (epoch 1)" in said
     assert "rate 1e+30" in said
     assert f"last good checkpoint is {tmp_path / checkpoint(1)}" in said
-    with pytest.raises(TrainingError, match=r"of 'b' is no finite number at step 2 .* no checkpoint"):
+    with pytest.raises(TrainingError, match=r"of 'b' is not finite at step 2 .* no checkpoint"):
         run({"b": plain()}, None, schedule)
 
 
@@ -532,7 +532,7 @@ def test_the_step_and_its_rate_are_right(bad: int, tmp_path: Path) -> None:
     with pytest.raises(TrainingError) as caught:
         run(plain(), tmp_path, schedule, given=Poisoned(batches), save_every=0)
     said = str(caught.value)
-    assert f"at step {bad} (epoch {(bad + 2) // 3}), with rate {rate:g}." in said
+    assert f"at step {bad} (epoch {(bad + 2) // 3}), with learning rate {rate:g}." in said
     assert (checkpoint(bad - 1) in said) == (bad > 1)
     assert names(tmp_path)[-1:] == ([checkpoint(bad - 1)] if bad > 1 else [])
 
@@ -542,10 +542,10 @@ def test_inputs_that_are_no_numbers_are_not_blamed_on_the_rate(loader: bool) -> 
     x, y = examples(24)
     x[17] = torch.nan
     parts = [(x[i : i + 8], y[i : i + 8]) for i in (0, 8, 16)]
-    with pytest.raises(TrainingError, match=r"at step \d .*: check the data, not the rate") as caught:
+    with pytest.raises(TrainingError, match=r"at step \d .*: check the data, not the learning rate") as caught:
         run(plain(), None, replace(SHORT, batch=8), given=parts if loader else (x, y))
-    assert "Lower the rate" not in str(caught.value)
-    with pytest.raises(TrainingError, match="Lower the rate"):
+    assert "Lower the learning rate" not in str(caught.value)
+    with pytest.raises(TrainingError, match="Lower the learning rate"):
         run(plain(), None, replace(SHORT, rate=1e30, milestones=()))
 
 
@@ -554,7 +554,7 @@ def test_weights_that_overflow_in_an_epochs_last_step_are_no_result(tmp_path: Pa
     x, y = examples(8)
     schedule = Schedule(epochs=1, batch=8, rate=3e38, decay=0, momentum=0, shape="constant")
     for folder in (None, tmp_path):
-        with pytest.raises(TrainingError, match=r"the weights are no finite numbers at step 1 .*rate 3e\+38"):
+        with pytest.raises(TrainingError, match=r"the weights are not finite at step 1 .*learning rate 3e\+38"):
             run(plain(), folder, schedule, given=(x * 1e4, y))
     assert names(tmp_path) == []
 

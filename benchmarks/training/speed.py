@@ -22,7 +22,7 @@ SPEEDS = {
     "channels first": sosp.Speed(channels_last=False),
     "float32": sosp.Speed("float32"),
     "float32, channels first": sosp.Speed("float32", channels_last=False),
-    "without room": sosp.Speed(room=False),
+    "without room": sosp.Speed(pad_widths=False),
     "compiled": sosp.Speed(compile=True),
 }
 EPOCHS = 3  # the first one also captures graphs and chooses kernels; the median of the others counts

@@ -137,11 +137,11 @@ def prune_and_repair(
 ) -> Pruned:
     """Cut and repair, in rounds: all but the first score and cut what the one before has left."""
     network, first = model, scored(model)
-    saliency, absent = first, RemovalHistory(first.structures)
+    saliency, history = first, RemovalHistory(first.structures)
     for k in range(1, rounds):
         found = select_and_shrink(network, saliency, example, _budget_of_round(choice, k / rounds, first, saliency))
         assert found.plan is not None
-        absent.cut(found.plan)
+        history.record(found.plan)
         network = repair_network(found.model, model, data, loss=outputs).model
         saliency = scored(network)
     found = select_and_shrink(network, saliency, example, _budget_of_round(choice, 1.0, first, saliency))
@@ -149,9 +149,9 @@ def prune_and_repair(
     if network is model:
         return replace(found, model=fixed.model, repaired=fixed)
     assert found.plan is not None
-    absent.cut(found.plan)
+    history.record(found.plan)
     before = compute_whole_cost(first.structures.flow or follow_channels(model, example))
-    return Pruned(fixed.model, absent.mask(), first, before, found.cost_after, None, fixed)
+    return Pruned(fixed.model, history.mask(), first, before, found.cost_after, None, fixed)
 
 
 def _budget_of_round(choice: Mapping[str, Any], share: float, first: Saliency, now: Saliency) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def train(
     on_step: Callable[[int, int, Moment], None] | None = None,
     save_every: float = 600.0,
 ) -> Any:
-    """Train a copy of a network, or of several side by side; pruned layers are padded meanwhile (``Speed.room``).
+    """Train a copy of a network, or of several side by side; pruned layers are padded meanwhile (``Speed.pad_widths``).
 
     Several networks are trained as each would be alone, except that they draw the random numbers of dropout in turn.
     On a CPU, a training that continues from a checkpoint gives the same bits as one that never stopped.

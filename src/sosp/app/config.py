@@ -1,4 +1,4 @@
-"""A run as data: sections of options, from a TOML file, a run's config.json or flags; what is unknown is refused."""
+"""Describe a run as sections of options, read from a TOML file, a run's config.json or command-line flags."""
 
 from __future__ import annotations
 
@@ -41,23 +41,28 @@ from sosp.training.speed import PRECISIONS
 
 @dataclass(frozen=True)
 class ModelSection:
-    """Which network."""
+    """The network: its name, weights, number of outputs, widths and input."""
 
     name: str = define_option(
         TEXT,
-        "sosp:resnet56, torchvision:resnet50, timm:convnext_atto, hf:FOLDER, file.py:function or module:function.",
+        "Network: sosp:resnet56, torchvision:resnet50, timm:convnext_atto, hf:FOLDER, file.py:function or "
+        "module:function.",
         "",
         flag="",
     )
     weights: str | None = define_option(
-        TEXT, "Its weights: a state dict (safetensors or torch.save), or what sosp.save wrote."
+        TEXT, "File of weights: a state dict (safetensors or torch.save), or a file written by sosp.save."
     )
-    classes: int | None = define_option(WHOLE, "Its outputs.", low=1, shown="as many as the dataset has classes")
+    classes: int | None = define_option(
+        WHOLE, "Number of outputs of the network.", low=1, shown="number of classes of the dataset"
+    )
     width: Width | None = define_option(  # noqa: RUF009
-        WIDTHS, "Factor for the widths of a sosp: network: 0.5, or layer1=2,conv1=1.5."
+        WIDTHS, "Factor for the layer widths of a sosp: network, such as 0.5 or layer1=2,conv1=1.5."
     )
     input: str | None = define_option(
-        SHAPE, "Shape of one input, such as 3x32x32.", shown="the dataset's, or the network's"
+        SHAPE,
+        "Shape of one input, such as 3x32x32.",
+        shown="shape of the dataset's images, or the network's usual input",
     )
 
     def __post_init__(self) -> None:
@@ -67,62 +72,80 @@ class ModelSection:
 
     @property
     def factor(self) -> Width:
-        """For the widths, also where none is given."""
+        """Return the width factor, or 1.0 if none is given."""
         return 1.0 if self.width is None else self.width
 
     @property
     def shape(self) -> tuple[int, ...] | None:
+        """Return ``input`` as numbers, such as ``(3, 32, 32)``."""
         return None if self.input is None else tuple(map(int, self.input.split("x")))
 
 
 @dataclass(frozen=True)
 class DataSection:
-    """Which data."""
+    """The dataset: its name and folder."""
 
     name: str | None = define_option(
-        TEXT, "cifar10, cifar100, imagenet, folder, digits, file.py:function or module:function.", flag="data"
+        TEXT, "Dataset: cifar10, cifar100, imagenet, folder, digits, file.py:function or module:function.", flag="data"
     )
-    folder: str | None = define_option(TEXT, "Where its files are.", flag="data-dir")
+    folder: str | None = define_option(TEXT, "Folder that contains the dataset.", flag="data-dir")
 
 
 @dataclass(frozen=True)
 class TrainingSection:
-    """How a network is trained: a schedule by name, and what is different from it."""
+    """The training of a network: a named schedule, and the values that differ from it."""
 
     schedule: str | None = define_option(
-        TEXT, "The schedule to start from.", choices=tuple(SCHEDULES), shown="the one for the dataset"
+        TEXT,
+        "Training schedule whose values apply unless an option overrides them.",
+        choices=tuple(SCHEDULES),
+        shown="usual schedule for the dataset",
     )
-    epochs: int | None = define_option(WHOLE, "Times the training data is seen.", low=0)
-    batch: int | None = define_option(WHOLE, "Examples in a step, over all processes.", low=1)
-    rate: float | None = define_option(NUMBER, "Learning rate at the start.", low=0)
-    momentum: float | None = define_option(NUMBER, "Of SGD.", low=0, high=1)
+    epochs: int | None = define_option(WHOLE, "Number of passes over the training data.", low=0)
+    batch: int | None = define_option(WHOLE, "Number of examples per training step, over all processes.", low=1)
+    rate: float | None = define_option(NUMBER, "Initial learning rate.", low=0)
+    momentum: float | None = define_option(NUMBER, "SGD momentum.", low=0, high=1)
     decay: float | None = define_option(NUMBER, "Weight decay.", low=0)
-    nesterov: bool | None = define_option(FLAG, "Nesterov's momentum.")
-    shape: str | None = define_option(TEXT, "Of the rate over time.", choices=SHAPES)
+    nesterov: bool | None = define_option(FLAG, "Use Nesterov momentum.")
+    shape: str | None = define_option(TEXT, "Learning rate scheduler.", choices=SHAPES)
     milestones: tuple[float, ...] | None = define_option(
-        NUMBERS, "For steps: a share of the epochs after which the rate falls; may be given several times."
+        NUMBERS, "With --shape steps: share of the epochs after which the learning rate drops; may be repeated."
     )
-    factor: float | None = define_option(NUMBER, "For steps: what the rate is multiplied by then.", low=0, high=1)
-    warmup: float | None = define_option(NUMBER, "Epochs in which the rate rises from zero.", low=0)
-    smoothing: float | None = define_option(NUMBER, "Of the labels.", low=0, high=1)
-    ema: float | None = define_option(NUMBER, "Decay of a moving average of the weights; 0: none.", low=0, high=1)
-    distill: float | None = define_option(NUMBER, "Share of the loss that compares with a teacher.", low=0, high=1)
-    temperature: float | None = define_option(NUMBER, "At which it is compared.", low=1e-6)
+    factor: float | None = define_option(
+        NUMBER, "With --shape steps: factor that multiplies the learning rate at each milestone.", low=0, high=1
+    )
+    warmup: float | None = define_option(NUMBER, "Number of epochs in which the learning rate rises from zero.", low=0)
+    smoothing: float | None = define_option(NUMBER, "Label smoothing.", low=0, high=1)
+    ema: float | None = define_option(
+        NUMBER, "Decay of the moving average of the weights; 0 turns it off.", low=0, high=1
+    )
+    distill: float | None = define_option(
+        NUMBER, "Share of the loss that is distillation from a teacher.", low=0, high=1
+    )
+    temperature: float | None = define_option(NUMBER, "Distillation temperature.", low=1e-6)
     teacher: str | None = define_option(
-        TEXT, "A run, or weights for the model as it was before pruning.", shown="the network before pruning"
+        TEXT, "Teacher for distillation: a run, or weights of the unpruned network.", shown="network before pruning"
     )
     slimming: float | None = define_option(
-        NUMBER, "Weight of an L1 term on the scales of batch norms, for --method slimming; 1e-4 is usual.", low=0
+        NUMBER, "Weight of an L1 penalty on batch-norm scales, for --method slimming; 1e-4 is usual.", low=0
     )
-    precision: str = define_option(TEXT, "Of matrix products; auto: bf16 on a GPU.", "auto", choices=PRECISIONS)
-    channels_last: bool | None = define_option(FLAG, "Memory layout.", shown="on a GPU")
-    graph: bool | None = define_option(FLAG, "Steps as CUDA graphs.", shown="on a GPU")
-    compile: bool = define_option(FLAG, "Compile the network (torch.compile).", False)
-    room: bool | None = define_option(FLAG, "Train pruned layers at widths that kernels like.", shown="on a GPU")
+    precision: str = define_option(
+        TEXT, "Precision of matrix products; auto is bf16 on a GPU.", "auto", choices=PRECISIONS
+    )
+    channels_last: bool | None = define_option(FLAG, "Use the channels-last memory layout.", shown="on for a GPU")
+    graph: bool | None = define_option(FLAG, "Run training steps as CUDA graphs.", shown="on for a GPU")
+    compile: bool = define_option(FLAG, "Compile the network with torch.compile.", False)
+    pad_widths: bool | None = define_option(
+        FLAG, "Pad pruned layers to multiples of 8 while training (faster kernels).", shown="on for a single GPU"
+    )
     save_every: float = define_option(NUMBER, "Seconds between checkpoints within an epoch.", 600.0, low=0)
 
-    def plan(self) -> Schedule:
-        """The schedule."""
+    def build_schedule(self) -> Schedule:
+        """Return the named schedule with the given values in place of its own.
+
+        Raises:
+            ArgumentError: No schedule is named, or a value is invalid.
+        """
         if self.schedule is None:
             raise ArgumentError(f"there is no schedule for this dataset: choose one of {', '.join(SCHEDULES)}.")
         names = [f.name for f in dataclasses.fields(Schedule)]
@@ -130,135 +153,179 @@ class TrainingSection:
 
     @property
     def speed(self) -> Speed:
-        return Speed(self.precision, self.channels_last, self.graph, self.compile, self.room)
+        """Return the options that change the speed of training."""
+        return Speed(self.precision, self.channels_last, self.graph, self.compile, self.pad_widths)
 
     def check(self) -> None:
-        """Refuse what only the schedule would refuse, whichever it is."""
-        replace(self, schedule=self.schedule or next(iter(SCHEDULES))).plan()
+        """Raise ArgumentError for values that no schedule accepts."""
+        replace(self, schedule=self.schedule or next(iter(SCHEDULES))).build_schedule()
 
 
 @dataclass(frozen=True)
 class PruningSection:
-    """What is removed, and how it is chosen."""
+    """The pruning: scoring method, budget, and structures that may be removed."""
 
-    method: str = define_option(TEXT, "How structures are scored.", "sosp-h", choices=tuple(METHODS))
+    method: str = define_option(TEXT, "Scoring method.", "sosp-h", choices=tuple(METHODS))
     ratio: float | None = define_option(NUMBER, "Share of the structures to remove.", low=0, high=1, shown="0.5")
-    params: float | None = define_option(NUMBER, "Instead: parameters that may be left, a share or a number.", low=0)
-    macs: float | None = define_option(NUMBER, "Instead: MACs that may be left, a share or a number.", low=0)
-    cap: float | None = define_option(NUMBER, "Largest share to remove from one layer.", low=0, high=1)
+    params: float | None = define_option(
+        NUMBER, "Budget in place of --ratio: parameters to keep, as a share or a number.", low=0
+    )
+    macs: float | None = define_option(
+        NUMBER, "Budget in place of --ratio: MACs to keep, as a share or a number.", low=0
+    )
+    cap: float | None = define_option(NUMBER, "Largest share of structures to remove from one layer.", low=0, high=1)
     scope: str | None = define_option(
-        TEXT, "Rank all structures together, or every layer by itself.", choices=SCOPES, shown="as the method does"
+        TEXT,
+        "Rank the structures of all layers together, or layer by layer.",
+        choices=SCOPES,
+        shown="that of the method",
     )
     ratios: dict[str, float] | None = define_option(  # noqa: RUF009
-        SHARES, "Shares to remove from layers or patterns: layer1.*=0.3,conv1=0. Others lose the ratio, or nothing."
+        SHARES,
+        "Shares to remove from layers or name patterns: layer1.*=0.3,conv1=0. Other layers lose --ratio, or nothing.",
     )
-    scale: str | None = define_option(TEXT, "Divide what a structure costs by its size.", choices=SCALES)
+    scale: str | None = define_option(
+        TEXT, "Measure of size by which to divide the saliency of each structure.", choices=SCALES
+    )
     objective: str | None = define_option(
-        TEXT, "Where the absolute values stand.", choices=OBJECTIVES, shown="individual, or the method's own"
+        TEXT,
+        "Where the saliency formula takes absolute values.",
+        choices=OBJECTIVES,
+        shown="individual, or that of the method",
     )
     groups: str = define_option(
-        TEXT, "coupled: whole channels of a stream, faster to run.", "independent", choices=("independent", "coupled")
+        TEXT,
+        "Remove independent filters, or (coupled) whole channels of a stream, which runs faster.",
+        "independent",
+        choices=("independent", "coupled"),
     )
-    gate: str = define_option(TEXT, "Scale a structure after its normalisation, or before.", "features", choices=GATES)
-    kind: str = define_option(TEXT, "What a structure is.", "filters", choices=("filters", "blocks"))
+    gate: str = define_option(
+        TEXT, "Place of the gates: after normalization (features) or before (weights).", "features", choices=GATES
+    )
+    kind: str = define_option(
+        TEXT, "Structures to remove: filters or whole blocks.", "filters", choices=("filters", "blocks")
+    )
     exclude: tuple[str, ...] | None = define_option(
-        TEXTS, "A layer, a container or a pattern to keep; may be repeated."
+        TEXTS, "Layer, container or name pattern to keep unpruned; may be repeated."
     )
-    downsampling: bool = define_option(FLAG, "Also prune the skips where a ResNet changes its width.", True)
-    examples: int = define_option(WHOLE, "Training examples to score with.", 1000, low=1)
-    samples: int | None = define_option(WHOLE, "For sosp-i and obd: labels drawn per example, not all outputs.", low=1)
-    join: str = define_option(TEXT, "How branches of other widths meet.", "scatter", choices=JOINS)
-    round_to: int = define_option(WHOLE, "Keep widths at multiples of this.", 1, low=1)
-    recalibrate: bool = define_option(FLAG, "Estimate batch norm statistics anew, on 2000 images.", False)
+    downsampling: bool = define_option(
+        FLAG, "Also prune the downsampling layers in the skip connections of a ResNet.", True
+    )
+    examples: int = define_option(WHOLE, "Number of training examples for scoring.", 1000, low=1)
+    samples: int | None = define_option(
+        WHOLE, "For sosp-i and obd: number of labels drawn per example, in place of all outputs.", low=1
+    )
+    join: str = define_option(TEXT, "How to join branches of different widths.", "scatter", choices=JOINS)
+    round_to: int = define_option(WHOLE, "Keep widths at multiples of this number.", 1, low=1)
+    recalibrate: bool = define_option(FLAG, "Re-estimate batch-norm statistics on 2000 images after pruning.", False)
     repair: bool = define_option(
-        FLAG, "Refit what is left to the whole network, on 5000 images, without labels.", False
+        FLAG, "Refit the kept weights to the outputs of the unpruned network, on 5000 images, without labels.", False
     )
-    rounds: int = define_option(WHOLE, "With --repair: cut, repair and score anew, so many times.", 1, low=1)
-    curve: bool = define_option(FLAG, "Measure the loss as structures go, on 256 images, for the report.", True)
+    rounds: int = define_option(WHOLE, "With --repair: number of rounds of scoring, pruning and repair.", 1, low=1)
+    curve: bool = define_option(FLAG, "Measure the loss on 256 images as structures are removed, for the report.", True)
 
     def __post_init__(self) -> None:
         parse_budget(SelectionOptions(self.ratio, self.params, self.macs, join=self.join, round_to=self.round_to))
         if self.ratios and (self.params is not None or self.macs is not None):
             raise ArgumentError(
-                "ratios says what every layer loses, params and macs how much is left: give one of them."
+                "ratios sets the share to remove from each layer, params and macs limit the whole network: give one "
+                "of them."
             )
         if self.samples is not None and not METHODS[self.method].samples:
             those = ", ".join(repr(name) for name, m in METHODS.items() if m.samples)
             raise ArgumentError(f"samples is for {those}, not for {self.method!r}.")
         if self.rounds > 1 and (not self.repair or self.ratios):
             raise ArgumentError(
-                "rounds is for repair, and for a budget of the whole network: not without, nor for ratios."
+                "rounds needs repair and a budget for the whole network (ratio, params or macs); it cannot be combined "
+                "with ratios."
             )
         if self.rounds > 1 and self.join == "zeros":
             raise ArgumentError(
-                "rounds leaves scatters from one round to the next, and join='zeros' has none. Use a single round, "
+                "several rounds need scatters between the rounds, which join='zeros' does not use. Use a single round, "
                 "or groups='coupled', which needs neither."
             )
 
     @property
     def budget(self) -> dict[str, float]:
-        """How much goes or may be left."""
+        """Return the given budget; ``ratio=0.5`` if no budget and no ratios are given."""
         found = {name: getattr(self, name) for name in ("ratio", "params", "macs")}
         given = {name: value for name, value in found.items() if value is not None}
         return given or ({} if self.ratios else {"ratio": 0.5})
 
     @property
-    def choice(self) -> dict[str, Any]:
-        """What ``select`` is told."""
+    def selection_options(self) -> dict[str, Any]:
+        """Return the keyword arguments of ``select``."""
         names = ("cap", "scale", "scope", "ratios", "round_to", "join")
         return {**self.budget, **{name: getattr(self, name) for name in names}}
 
 
 @dataclass(frozen=True)
 class ComparisonSection:
-    """Which methods are compared, and at which ratios."""
+    """The comparison: methods, ratios and repetitions."""
 
     methods: tuple[str, ...] | None = define_option(
-        NAMES, f"Of: {', '.join(METHODS)}.", shown="all that fit, need no training and scale"
+        NAMES,
+        f"Methods to compare, from: {', '.join(METHODS)}.",
+        shown="all that fit the network, need no training and are not slow",
     )
     ratios: tuple[float, ...] = define_option(RATIOS, "Shares of the structures to remove.", (0.1, 0.3, 0.5, 0.7))
-    seeds: int = define_option(WHOLE, "How often, each time with other examples to score with.", 1, low=1)
-    statistics: int = define_option(WHOLE, "Images for the batch norm statistics after a cut.", 2000, low=1)
-    repair: bool = define_option(FLAG, "Also repair every cut network, with as many images.", False)
+    seeds: int = define_option(WHOLE, "Number of repetitions, each with different scoring examples.", 1, low=1)
+    statistics: int = define_option(
+        WHOLE, "Number of images to re-estimate batch-norm statistics after pruning.", 2000, low=1
+    )
+    repair: bool = define_option(FLAG, "Also repair each pruned network, with the same number of images.", False)
 
     def __post_init__(self) -> None:
-        ComparisonPlan(self.methods or tuple(METHODS), self.ratios, self.seeds)  # which refuses what makes no sense
+        ComparisonPlan(self.methods or tuple(METHODS), self.ratios, self.seeds)  # validates the values
 
 
 @dataclass(frozen=True)
 class ExpansionSection:
-    """What is widened, and how far networks are pruned."""
+    """The expansion: blocks to widen, and sizes to prune to."""
 
-    factor: float = define_option(NUMBER, "Widen what loses least by this.", 2.0, low=1, high=64, flag="widen")
-    blocks: int | None = define_option(
-        WHOLE, "How many blocks to widen.", low=1, shown="one, or five where every layer is a block"
+    factor: float = define_option(
+        NUMBER, "Factor by which to widen the blocks that lose least.", 2.0, low=1, high=64, flag="widen"
     )
-    probe: float = define_option(NUMBER, "Overall ratio at which blocks are compared.", 0.5, low=0, high=1)
-    when: str = define_option(TEXT, "Compare and prune networks that are trained, or not yet.", "trained", choices=WHEN)
+    blocks: int | None = define_option(
+        WHOLE, "Number of blocks to widen.", low=1, shown="one, or five if every layer is a block"
+    )
+    probe: float = define_option(NUMBER, "Overall pruning ratio at which blocks are compared.", 0.5, low=0, high=1)
+    when: str = define_option(
+        TEXT, "Compare and prune networks after training, or right after initialization.", "trained", choices=WHEN
+    )
     ratios: tuple[float, ...] = define_option(RATIOS, "Shares of the structures to remove.", (0.3, 0.5, 0.7))
     sizes: tuple[float, ...] | None = define_option(
-        RATIOS, "Instead: parameters that may be left, shares of the network's or numbers."
+        RATIOS, "Budgets in place of --ratios: parameters to keep, as shares of the network's or numbers."
     )
-    tuning: int | None = define_option(WHOLE, "Epochs after the cut.", low=1, shown="as many as before it")
-    seeds: int = define_option(WHOLE, "How often, each time from other weights.", 1, low=1)
+    tuning: int | None = define_option(
+        WHOLE, "Number of epochs after pruning.", low=1, shown="as many as before pruning"
+    )
+    seeds: int = define_option(WHOLE, "Number of repetitions, each from different initial weights.", 1, low=1)
 
     def __post_init__(self) -> None:
-        self.plan()
+        self.build_plan()
 
-    def plan(self, **more: Any) -> ExpansionPlan:
-        """What an expansion is told, which refuses what makes no sense."""
+    def build_plan(self, **more: Any) -> ExpansionPlan:
+        """Return the expansion plan.
+
+        Args:
+            **more: Values of the plan that come from other sections.
+
+        Raises:
+            ArgumentError: A value is invalid.
+        """
         names = ("factor", "blocks", "probe", "when", "ratios", "sizes")
         return ExpansionPlan(**{name: getattr(self, name) for name in names}, **more)
 
 
 @dataclass(frozen=True)
 class RunSection:
-    """Where and how it runs."""
+    """The run itself: its name, folder, seed and device."""
 
-    name: str | None = define_option(TEXT, "Of the run.", shown="from the command, the model, the data and the seed")
-    out: str | None = define_option(TEXT, "Its folder.", shown="runs/NAME")
-    seed: int = define_option(WHOLE, "Of everything random.", 0, low=0, high=2**63 - 1)
-    device: str | None = define_option(TEXT, "cpu, cuda or cuda:1.", shown="cuda where there is one")
+    name: str | None = define_option(TEXT, "Name of the run.", shown="made from the command, model, data and seed")
+    out: str | None = define_option(TEXT, "Folder of the run.", shown="runs/NAME")
+    seed: int = define_option(WHOLE, "Seed of all random numbers.", 0, low=0, high=2**63 - 1)
+    device: str | None = define_option(TEXT, "Device: cpu, cuda or cuda:1.", shown="cuda if available")
 
 
 SECTIONS: dict[str, type] = {
@@ -276,21 +343,20 @@ STAGES = ("train", "prune", "finetune")
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run needs; the stages are those whose section is there."""
+    """All sections of a run; a stage runs if its section is given."""
 
     model: ModelSection
     data: DataSection
     train: TrainingSection | None = None
     prune: PruningSection | None = None
     finetune: TrainingSection | None = None
-    compare: ComparisonSection | None = (
-        None  # in place of the stages, with the sections [prune] and [finetune] as its options
-    )
-    expand: ExpansionSection | None = None  # in place of the stages, with [prune] and [train] as its options
+    compare: ComparisonSection | None = None  # replaces the stages; [prune] and [finetune] hold its options
+    expand: ExpansionSection | None = None  # replaces the stages; [prune] and [train] hold its options
     run: RunSection = dataclasses.field(default_factory=RunSection)
 
     @property
     def stages(self) -> tuple[str, ...]:
+        """Return the stages of the run in order."""
         if self.compare is not None:
             return ("compare",)
         if self.expand is not None:
@@ -298,7 +364,7 @@ class Config:
         return tuple(stage for stage in STAGES if getattr(self, stage) is not None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Section -> key -> value, as a TOML file would say it; what is left at nothing is left out."""
+        """Return section -> key -> value as in a TOML file, without values that are None."""
         sections = {name: getattr(self, name) for name in SECTIONS}
         return {
             name: {f.name: _plain(v) for f in dataclasses.fields(s) if (v := getattr(s, f.name)) is not None}
@@ -313,30 +379,40 @@ def _plain(value: Any) -> Any:
 
 # --- reading --------------------------------------------------------------------------------------------
 
-Label = Callable[[str, str], str]  # (section, key) -> what the user calls it
+Label = Callable[[str, str], str]  # (section, key) -> its name in messages
 
 
 def format_key(section: str, key: str) -> str:
+    """Return the name of a key in a config file: ``[prune] ratio``."""
     return f"[{section}] {key}"
 
 
 def format_flag(section: str, key: str) -> str:
+    """Return the name of a key on the command line: ``--ratio``."""
     flag = SECTIONS[section].__dataclass_fields__[key].metadata["option"].flag  # type: ignore[attr-defined]
     return f"--{(flag or key).replace('_', '-')}"
 
 
 def build_config(sections: Mapping[str, Any], label: Label = format_key) -> Config:
-    """The config that these sections say; ``label`` names a key as the user wrote it."""
+    """Return the config with these sections.
+
+    Args:
+        sections: Section -> key -> value.
+        label: Name of a key in messages, given its section and key.
+
+    Raises:
+        ArgumentError: A section or key is not known, a value is invalid, or the network has no name.
+    """
     for name, section in sections.items():
         if name not in SECTIONS:
             raise ArgumentError(
                 f"[{name}] is not known.{suggest_name(name, SECTIONS)} Known are: {', '.join(SECTIONS)}."
             )
         if not isinstance(section, Mapping):
-            raise ArgumentError(f"{name} = {section!r} is no section; write [{name}] and its keys below.")
+            raise ArgumentError(f"{name} = {section!r} is not a section: write [{name}] and its keys below it.")
     made = {name: _section(name, section, label) for name, section in sections.items()}
     if "model" not in made or not made["model"].name:
-        raise ArgumentError(f"{label('model', 'name')} is missing: which network?")
+        raise ArgumentError(f"{label('model', 'name')} is missing: name a network.")
     return Config(**{"data": DataSection(), **made})
 
 
@@ -353,14 +429,18 @@ def _section(name: str, given: Mapping[str, Any], label: Label) -> Any:
 
 
 def override_run_section(config: Config, given: Mapping[str, Any]) -> Config:
-    """The same with other values in [run], from the command line."""
+    """Return the config with the [run] values given on the command line."""
     return replace(
         config, run=replace(config.run, **check_options(RunSection, given, lambda key: format_flag("run", key)))
     )
 
 
 def read_config(path: str | Path) -> Config:
-    """From a TOML file."""
+    """Return the config in a TOML file.
+
+    Raises:
+        ArgumentError: There is no such file, it is not TOML, or it is not a valid config.
+    """
     file = Path(path).expanduser()
     if not file.is_file():
         raise ArgumentError(f"{file}: {'is a folder' if file.is_dir() else 'there is no such file'}.")
@@ -374,7 +454,7 @@ def read_config(path: str | Path) -> Config:
 
 
 def find_first_difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """``[prune] ratio was 0.5 and is 0.6``, for two results of ``as_dict``; None where they say the same."""
+    """Return ``[prune] ratio was 0.5 and is 0.6`` for two results of ``as_dict``; None if they are equal."""
     for section in SECTIONS:
         now, then = mine.get(section), other.get(section)
         if now == then:

@@ -1,4 +1,4 @@
-"""What an option is: its kind, its limits, its words of help; from here come the keys of a config and the flags."""
+"""Define an option by its kind, limits and help text; it becomes a config key and a command-line flag."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sosp.errors import ArgumentError, check_choice, suggest_name
 
 @dataclass(frozen=True)
 class OptionKind:
-    """What values an option takes."""
+    """The type of value that an option takes."""
 
     wanted: str  # "a whole number", for messages
-    plain: Any  # the type that the command line parses it as
-    read: Callable[[Any], Any]  # the value in its type; ValueError for anything else
+    plain: Any  # type that the command line parses
+    read: Callable[[Any], Any]  # converts the value; ValueError for any other value
 
 
 def _text(value: Any) -> str:
@@ -42,7 +42,7 @@ def _many(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _split_list(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """A list, which the command line writes with commas."""
+    """Return a reader of lists, which the command line separates with commas."""
 
     def found(value: Any) -> tuple[Any, ...]:
         if isinstance(value, str):
@@ -57,13 +57,13 @@ def _as_number(value: Any) -> float:
 
 
 def _shape(value: Any) -> str:
-    """``3x32x32``."""
+    """Check a shape such as ``3x32x32`` and return it in lower case."""
     sizes = value.lower().split("x") if isinstance(value, str) else _refuse_value()
     return value.lower() if all(size.isascii() and size.isdigit() and int(size) for size in sizes) else _refuse_value()
 
 
 def _widths(value: Any) -> float | dict[str, float]:
-    """A factor, or ``{"layer1": 2.0}``, which the command line writes as ``layer1=2.0,conv1=1.5``."""
+    """Return a factor, or ``{"layer1": 2.0}``, which the command line writes as ``layer1=2.0,conv1=1.5``."""
     if isinstance(value, Mapping):
         return _shares(value)
     if not isinstance(value, str):
@@ -72,7 +72,7 @@ def _widths(value: Any) -> float | dict[str, float]:
 
 
 def _shares(value: Any) -> dict[str, float]:
-    """The same without a factor for all."""
+    """Return layer -> number, which the command line writes as ``layer1=2.0,conv1=1.5``."""
     if isinstance(value, Mapping):
         return {str(name): _number(share) for name, share in value.items()}
     parts = value.split(",") if isinstance(value, str) else _refuse_value()
@@ -98,18 +98,18 @@ WIDTHS = OptionKind("a number, or layers with one each", str, _widths)
 
 @dataclass(frozen=True)
 class Option:
-    """One key of a section, and the flag that means the same."""
+    """One key of a config section and its command-line flag."""
 
     kind: OptionKind
     help: str
     choices: tuple[str, ...] = ()
     low: float = -math.inf
     high: float = math.inf
-    flag: str | None = None  # where it is not the key's own name; "" where the command line has none
-    shown: str | None = None  # the default in words, where None stands for something
+    flag: str | None = None  # if it differs from the key; "" if there is no flag
+    shown: str | None = None  # the default in words, if the default None has a meaning
 
     def check(self, value: Any, label: str) -> Any:
-        """The value in its type; refuse anything else, and say under which name it was given."""
+        """Return the value converted to its type; raise ArgumentError with its name ``label`` if it is invalid."""
         try:
             found = self.kind.read(value)
         except ValueError:
@@ -117,23 +117,23 @@ class Option:
         if self.choices:
             check_choice(label, found, self.choices)
         if isinstance(found, (int, float)) and not self.low <= found <= self.high:
-            span = f"{self.low:g} at least" if self.high == math.inf else f"from {self.low:g} to {self.high:g}"
-            raise ArgumentError(f"{label}={value!r} must be {self.kind.wanted}, {span}.")
+            bounds = f"at least {self.low:g}" if self.high == math.inf else f"from {self.low:g} to {self.high:g}"
+            raise ArgumentError(f"{label}={value!r} must be {self.kind.wanted}, {bounds}.")
         return found
 
 
 def define_option(kind: OptionKind, help: str, default: Any = None, **more: Any) -> Any:
-    """A field of a section."""
+    """Return a dataclass field that holds an ``Option``."""
     return dataclasses.field(default=default, metadata={"option": Option(kind, help, **more)})
 
 
 def collect_options(section: type) -> dict[str, Option]:
-    """Key -> option, in the order of the section."""
+    """Return key -> option in the order of the section."""
     return {f.name: f.metadata["option"] for f in dataclasses.fields(section)}
 
 
 def check_options(section: type, given: Mapping[str, Any], label: Callable[[str], str]) -> dict[str, Any]:
-    """The given values in their types; a key that the section does not have is refused with the nearest."""
+    """Return the given values in their types; raise ArgumentError for an unknown key and suggest the nearest one."""
     known = collect_options(section)
     for key in given:
         if key not in known:

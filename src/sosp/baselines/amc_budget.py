@@ -40,7 +40,7 @@ class AmcBudget:
         """The MACs of the network that ``sosp.shrink`` builds then."""
         flow = self.flow
         places = {layer.name: layer.norms for layer in self.structures.layers}
-        removed = flow.removed(self.structures.channels_of(self.removed(kept)), places)
+        removed = flow.find_removed_outputs(self.structures.channels_of(self.removed(kept)), places)
         return compute_cost(flow, flow.layout(removed)).macs
 
     def fitting(self, kept: Sequence[int], wish: int) -> tuple[int, int]:

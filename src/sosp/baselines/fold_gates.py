@@ -37,7 +37,7 @@ def refuse_unfoldable(model: nn.Module, structures: Structures) -> None:
 @torch.no_grad()
 def fold_factors(model: nn.Module, structures: Structures, factors: Tensor) -> None:
     """Multiply every structure's output by its factor, (S,); changes the model it is given."""
-    for layer, own in zip(structures.layers, structures.spread(factors), strict=True):
+    for layer, own in zip(structures.layers, structures.expand_to_channels(factors), strict=True):
         for _, module in _places(model, layer, structures.gate):
             _scale(module, own)
             if getattr(module, "bias", None) is not None:

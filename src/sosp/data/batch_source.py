@@ -114,7 +114,7 @@ class Batching:
             raise ArgumentError(f"there is no batch {k}: the epoch has {len(self)}, counted from 0.")
         return range(k * self.batch, min((k + 1) * self.batch, self.total))
 
-    def own(self, k: int) -> range:
+    def rank_rows(self, k: int) -> range:
         """The rows of batch ``k`` that belong to this rank."""
         return self.rows(k)[self.rank :: self.ranks]
 

@@ -146,7 +146,7 @@ class DecodingPass:
         waiting: deque[tuple[int, list[Future[Found]]]] = deque()
         try:
             for k in numbers:
-                waiting.append((k, [pool.submit(self.decode, row) for row in self.batching.own(k)]))
+                waiting.append((k, [pool.submit(self.decode, row) for row in self.batching.rank_rows(k)]))
                 if len(waiting) > AHEAD:
                     yield self.finish(*waiting.popleft())
             while waiting:
@@ -158,7 +158,7 @@ class DecodingPass:
         """The pixels of batch ``k`` on the device, with the labels of what they show."""
         source, size = self.source, self.source.size
         pixels = torch.empty(len(decoded), size, size, 3, dtype=torch.uint8, pin_memory=source.device.type == "cuda")
-        rows, view = list(self.batching.own(k)), pixels.numpy()
+        rows, view = list(self.batching.rank_rows(k)), pixels.numpy()
         for i, future in enumerate(decoded):
             rows[i], view[i] = self.readable(k, rows[i], future.result())
         x = pixels.to(source.device, non_blocking=True).permute(0, 3, 1, 2).contiguous()

@@ -132,7 +132,7 @@ class Resident:
         batching = Batching(apply_limit(len(self), limit), batch, rank, ranks)
         _, height, width = self.shape
         inside = self.images[:, :, self.pad : self.pad + height, self.pad : self.pad + width]
-        slices = (make_slice(batching.own(k)) for k in range(len(batching)))
+        slices = (make_slice(batching.rank_rows(k)) for k in range(len(batching)))
         return (move_batch((self.scale(inside[rows]), self.labels[rows]), device) for rows in slices)
 
     def to(self, device: Device) -> Resident:
@@ -156,7 +156,7 @@ class EpochPlan:
 
     def rows(self, k: int) -> Tensor:
         """What ``Resident.prepare`` takes for batch ``k``: (b, 3), a view."""
-        return self.table[make_slice(self.batching.own(k))]
+        return self.table[make_slice(self.batching.rank_rows(k))]
 
     def batch(self, k: int, out: Batch | None = None) -> Batch:
         """Batch ``k``, or this rank's part of it, written into ``out`` where given."""

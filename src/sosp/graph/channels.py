@@ -150,7 +150,7 @@ class Graph:
     used: dict[str, set[str]] = field(default_factory=dict)  # parameter -> the modules in which an op took it
     leaving: list[tuple[str, Labels]] = field(default_factory=list)  # (module, what it returned), real numbers only
 
-    def fresh(self, n: int, parametric: bool = False) -> Ids:
+    def add_values(self, n: int, parametric: bool = False) -> Ids:
         """``n`` new values."""
         self.count += n
         self.parametric.extend(bytes([parametric]) * n)

@@ -17,34 +17,38 @@ Pairs = tuple[tuple[int, int], ...]  # (operand, its axis)
 MOST = 27  # combinations of axes that are tried
 
 
-def label_channelwise_op(book: TensorRegistry, call: OpCall, given: dict[int, Labels | None]) -> list[Labels] | None:
+def label_channelwise_op(
+    registry: TensorRegistry, call: OpCall, given: dict[int, Labels | None]
+) -> list[Labels] | None:
     """The labels of the outputs, if the op can be sliced along labelled axes; None if it cannot."""
     labelled = {k: x for k, x in given.items() if x is not None and x.varying}
     if not labelled:
         return None
     alone = len(labelled) == 1 and len(next(iter(labelled.values())).varying) > 1
-    out = _label_outputs(book, call, labelled) if alone else None  # its parameters may stand across: rotary embeddings
+    out = (
+        _label_outputs(registry, call, labelled) if alone else None
+    )  # its parameters may stand across: rotary embeddings
     if out is None:
-        labelled |= _parameters(book, call, given, labelled)
-        out = _label_outputs(book, call, labelled)
+        labelled |= _parameters(registry, call, given, labelled)
+        out = _label_outputs(registry, call, labelled)
     if out is not None:
         for k, x in given.items():  # one channel that meets many of another tensor
             if x is not None and not x.varying and k not in labelled:
-                book.pin(x.numbers(), call.name, "one channel is spread over many")
+                registry.pin(x.numbers(), call.name, "one channel is spread over many")
     return out
 
 
-def _label_outputs(book: TensorRegistry, call: OpCall, labelled: dict[int, Labels]) -> list[Labels] | None:
+def _label_outputs(registry: TensorRegistry, call: OpCall, labelled: dict[int, Labels]) -> list[Labels] | None:
     """The labels of the outputs, from operands that are all labelled along the axes that are sliced."""
     axes = {
         tuple(pairs.items()): found for pairs in _aligned(labelled) if (found := probe_slices(call, pairs)) is not None
     }
     covered = {pair for pairs in axes for pair in pairs}
     if axes and all((k, d) in covered for k, x in labelled.items() for d in x.varying):
-        return _every_axis(book, call, labelled, axes)
+        return _every_axis(registry, call, labelled, axes)
     for pairs, found in [*axes.items(), *_find_other_axes(call, labelled, axes)]:
         if {k for k, _ in pairs} == set(labelled):
-            return _one_axis(book, call, labelled, dict(pairs), found)
+            return _one_axis(registry, call, labelled, dict(pairs), found)
     return None
 
 
@@ -70,7 +74,7 @@ def _find_other_axes(
 
 
 def _parameters(
-    book: TensorRegistry, call: OpCall, given: dict[int, Labels | None], labelled: dict[int, Labels]
+    registry: TensorRegistry, call: OpCall, given: dict[int, Labels | None], labelled: dict[int, Labels]
 ) -> dict[int, Labels]:
     """Parameters with several long axes follow the channels they meet (a scale of shape (heads, 1, d))."""
     if len(labelled) != 1 or len(call.shapes) != 1:
@@ -79,17 +83,19 @@ def _parameters(
     found: dict[int, Labels] = {}
     for k in call.tensors:
         p = call.leaves[k]
-        name = book.names.get(id(p))
-        if given[k] is not None or name is None or name in book.graph.dense:
+        name = registry.names.get(id(p))
+        if given[k] is not None or name is None or name in registry.graph.dense:
             continue
         axis = _channels(x)
         d = axis - len(x.shape) + p.dim()
         if d >= 0 and p.dim() > 1 and p.shape[d] == x.shape[axis]:
-            known = book.graph.slices.get(name) or Slices(name, d, book.graph.fresh(p.shape[d], parametric=True))
+            known = registry.graph.slices.get(name) or Slices(
+                name, d, registry.graph.add_values(p.shape[d], parametric=True)
+            )
             if known.axis == d:
-                book.graph.slices[name] = known
+                registry.graph.slices[name] = known
                 found[k] = label_axis(known.ids, d, p.shape)
-                book.put(p, found[k])
+                registry.put(p, found[k])
     return found
 
 
@@ -104,7 +110,7 @@ def _channels(x: Labels) -> int:
 
 
 def _every_axis(
-    book: TensorRegistry, call: OpCall, labelled: dict[int, Labels], axes: dict[Pairs, SlicedOp]
+    registry: TensorRegistry, call: OpCall, labelled: dict[int, Labels], axes: dict[Pairs, SlicedOp]
 ) -> list[Labels] | None:
     """Each labelled axis of each operand can be sliced: labels go element by element."""
     kills = {k: z for pairs, found in axes.items() for (k, _), z in zip(pairs, found.kills, strict=True)}
@@ -118,7 +124,9 @@ def _every_axis(
             arrays.append(_arrange_labels(x, target, len(shape)))
         together = np.broadcast_arrays(*arrays)
         if ids is None or ids.size != together[0].size:
-            ids = _combine_values(book, [a.reshape(-1, 1) for a in together], [kills[k] for k in labelled], everything)
+            ids = _combine_values(
+                registry, [a.reshape(-1, 1) for a in together], [kills[k] for k in labelled], everything
+            )
         results.append(Labels(torch.from_numpy(ids.reshape(together[0].shape).copy()), shape))
     return results
 
@@ -134,16 +142,16 @@ def _arrange_labels(x: Labels, target: dict[int, int], dim: int) -> np.ndarray:
 
 
 def _one_axis(
-    book: TensorRegistry, call: OpCall, labelled: dict[int, Labels], dims: dict[int, int], found: SlicedOp
+    registry: TensorRegistry, call: OpCall, labelled: dict[int, Labels], dims: dict[int, int], found: SlicedOp
 ) -> list[Labels]:
     """Only whole slices along one axis are independent (a head of attention): all in a slice stay together."""
     matrices = []
     for k, x in labelled.items():
         rows = np.moveaxis(_spread(x, dims[k]), dims[k], 0)
         matrices.append(rows.reshape(len(rows), -1))
-        book.graph.tie(matrices[-1][:, :1], matrices[-1])
+        registry.graph.tie(matrices[-1][:, :1], matrices[-1])
     order = list(dims)
-    ids = _combine_values(book, matrices, [found.kills[order.index(k)] for k in labelled], found.all)
+    ids = _combine_values(registry, matrices, [found.kills[order.index(k)] for k in labelled], found.all)
     return [label_axis(ids, d, shape) for d, shape in zip(found.axes, call.shapes, strict=True)]
 
 
@@ -154,15 +162,15 @@ def _spread(x: Labels, axis: int) -> np.ndarray:
     return x.core.expand(sizes).numpy()
 
 
-def _combine_values(book: TensorRegistry, operands: list[Ids], kills: list[bool], everything: bool) -> Ids:
+def _combine_values(registry: TensorRegistry, operands: list[Ids], kills: list[bool], everything: bool) -> Ids:
     """The values behind an op: the operand's own where nothing but parameters joins it and zero stays zero."""
-    graph = book.graph
+    graph = registry.graph
     values = [k for k, x in enumerate(operands) if not graph.is_parametric(x)]
     for x in operands[1:]:
         graph.tie(operands[0][:, 0], x[:, 0])
     if len(values) == 1 and kills[values[0]] and operands[values[0]].shape[1] == 1:
         return operands[values[0]][:, 0]
-    out = graph.fresh(len(operands[0]), parametric=not values)
+    out = graph.add_values(len(operands[0]), parametric=not values)
     graph.tie(out, operands[0][:, 0])
     graph.steps.append(Combination(out, tuple(operands), tuple(kills), everything))
     return out

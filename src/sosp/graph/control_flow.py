@@ -38,12 +38,12 @@ def find_unused_modules(model: nn.Module, graph: Graph) -> tuple[str, ...]:
     return tuple(found)
 
 
-def pin_other_paths(graph: Graph, absent: tuple[str, ...]) -> None:
+def pin_other_paths(graph: Graph, unused: tuple[str, ...]) -> None:
     """Where values decide and layers did not run: pin what a way that was not seen could read."""
-    if not graph.decisions or not absent:
+    if not graph.decisions or not unused:
         return
-    why = f"its values decide what runs, and {format_names(absent)} did not: what another way reads is not known"
-    graph.pins.append(build_path_pin(graph, find_exposed_values(graph, absent), why))
+    why = f"its values decide what runs, and {format_names(unused)} did not: what another way reads is not known"
+    graph.pins.append(build_path_pin(graph, find_exposed_values(graph, unused), why))
 
 
 def build_path_pin(graph: Graph, ids: Ids, why: str) -> Pin:
@@ -51,10 +51,10 @@ def build_path_pin(graph: Graph, ids: Ids, why: str) -> Pin:
     return Pin(ids, graph.decisions[0].op, graph.decisions[0].where, why)
 
 
-def find_exposed_values(graph: Graph, absent: tuple[str, ...]) -> Ids:
+def find_exposed_values(graph: Graph, unused: tuple[str, ...]) -> Ids:
     """Values whose class is met by more than one module that always does the same, or leaves it."""
     crooked = {""}
-    for name in (*(d.module for d in graph.decisions), *absent):
+    for name in (*(d.module for d in graph.decisions), *unused):
         parts = name.split(".")
         crooked |= {".".join(parts[: k + 1]) for k in range(len(parts))}
     numbers: dict[str, int] = {}
@@ -89,15 +89,15 @@ def _find_undecided_module(module: str, crooked: set[str]) -> str | None:
     return None
 
 
-def format_path_warning(decisions: Iterable[Decision], absent: tuple[str, ...]) -> str | None:
+def format_path_warning(decisions: Iterable[Decision], unused: tuple[str, ...]) -> str | None:
     """What to tell the user of a network that decides by values; None where there is nothing to tell."""
-    found = [d for d in decisions if absent or not (d.shape or d.given)]
+    found = [d for d in decisions if unused or not (d.shape or d.given)]
     if not found:
         return None
     lines = format_names(tuple(dict.fromkeys(f"{d.op} at {d.where}" for d in found)))
-    if absent:
+    if unused:
         return (
-            f"the code decides by values what runs ({lines}), and {format_names(absent)} did not run on the example: "
+            f"the code decides by values what runs ({lines}), and {format_names(unused)} did not run on the example: "
             "not offered for pruning, and what it might read keeps its width. Give an example on which more of the "
             "layers run, or print(sosp.trace(model, example)) to see what is pinned."
         )

@@ -133,7 +133,7 @@ def compute_alternative_cost(flow: Flow, removed: Mapping[str, np.ndarray]) -> C
     given = {name: cuts[-1] for name, cuts in flow.graph.calls.items()}
     widths: dict[str, int] = {}  # module -> channels that leave it
     for name, cut in given.items():
-        behind = flow.behind.get(name, cut)
+        behind = flow.following_norms.get(name, cut)
         widths[name] = skips.get(behind.module, int(counts[behind.out].sum()))
     work: dict[str, int] = {}
     for d in flow.graph.dense.values():

@@ -72,19 +72,13 @@ def _find_trouble(flow: Flow, layout: Layout, recipe: Recipe) -> tuple[list[Pin]
     pins: list[Pin] = []
     fixed: list[FixedAxis] = []
     tried = list(try_recipe(flow, layout, recipe))
-    for mode, rehearsal in tried:
-        pins += _find_reasons(flow, layout, mode, rehearsal, fixed)
-    if (
-        pins
-        or not any(rehearsal.computed for _, rehearsal in tried)
-        or any(d.op in NUMBERS for d in flow.graph.decisions)
-    ):
+    for mode, run in tried:
+        pins += _find_reasons(flow, layout, mode, run, fixed)
+    if pins or not any(run.computed for _, run in tried) or any(d.op in NUMBERS for d in flow.graph.decisions):
         return pins, fixed  # numbers that were computed from values may well differ
     trial = Trial(flow, layout, recipe, lambda a, b: try_recipe(flow, a, b))
-    for mode, rehearsal in tried:
-        pins += list(
-            islice(find_width_pins(trial, mode, rehearsal), 1)
-        )  # one at a time: a pin may restore other numbers
+    for mode, run in tried:
+        pins += list(islice(find_width_pins(trial, mode, run), 1))  # one at a time: a pin may restore other numbers
     return pins, fixed
 
 
@@ -102,17 +96,17 @@ def try_recipe(flow: Flow, layout: Layout, recipe: Recipe) -> Iterator[tuple[str
             yield mode, compare_ops(twin, given, records, layout.counts, recipe.emptied, decides)
 
 
-def _find_reasons(flow: Flow, layout: Layout, mode: str, rehearsal: DryRunMode, fixed: list[FixedAxis]) -> list[Pin]:
+def _find_reasons(flow: Flow, layout: Layout, mode: str, run: DryRunMode, fixed: list[FixedAxis]) -> list[Pin]:
     """Pin the channels at each op that failed; if they all stayed, those whose sizes were read around it; or all.
 
     Where fixing the size of an axis helps, the axis is appended to ``fixed``.
     """
     pins = []
-    if rehearsal.strayed:
-        ids = find_exposed_values(flow.graph, flow.unseen)
+    if run.took_other_path:
+        ids = find_exposed_values(flow.graph, flow.unused_modules)
         if (layout.counts[ids] == 0).any():
             pins.append(build_path_pin(flow.graph, ids, "with channels gone, the code takes another way"))
-    for record in rehearsal.failed[:-1] if rehearsal.strayed else rehearsal.failed:
+    for record in run.failed[:-1] if run.took_other_path else run.failed:
         axis = _find_axis((*flow.fixed, *fixed), record, layout.counts)
         if axis is not None:
             fixed.append(axis)
@@ -157,16 +151,16 @@ class DryRunMode(TorchFunctionMode):
         super().__init__()
         self.records, self.counts, self.device = records, counts, device
         self.decides = decides  # the code decides by values: it may take another way, or count other rows
-        self.strayed = False  # it did, and what comes then cannot be compared
+        self.took_other_path = False  # it did, and what comes then cannot be compared
         self.at = 0
         self.failed: list[OpRecord] = []
         self.agreed: set[int] = set()  # ids of records: the op computed with the numbers it had
         self.computed: list[OpRecord] = []  # it computed with others
-        self.resting = False
+        self.paused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.resting:
+        if self.paused:
             return func(*args, **kwargs)
         name = find_op_name(func)
         if name in COMPOSITE or name in DECOMPOSED:
@@ -175,7 +169,7 @@ class DryRunMode(TorchFunctionMode):
         try:
             result = run_op(func, name, args, kwargs)
         except Exception as error:
-            return self.instead(self.next(name, error))
+            return self.record_failure(self.next(name, error))
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         if not outputs:
             return result
@@ -185,9 +179,9 @@ class DryRunMode(TorchFunctionMode):
         if self.decides and wanted is not None and self.other_rows(outputs, record, wanted):
             raise OtherPathError(f"{name}: other rows than for the whole network")
         if wanted is None or [tuple(x.shape) for x in outputs] != [w.shape for w in wanted]:
-            return self.instead(record)
+            return self.record_failure(record)
         if record.moves and not self.same_order(func, name, args, kwargs, record, wanted):
-            return self.instead(record)
+            return self.record_failure(record)
         return result
 
     def next(self, name: str, error: Exception | None) -> OpRecord:
@@ -226,7 +220,7 @@ class DryRunMode(TorchFunctionMode):
             found.append(kept)
         return found
 
-    def instead(self, record: OpRecord) -> Any:
+    def record_failure(self, record: OpRecord) -> Any:
         """Note the failure and go on with what should have come out."""
         self.failed.append(record)
         wanted = self.expected(record)
@@ -284,10 +278,10 @@ def compare_ops(
     mode = DryRunMode(records, counts, device, decides)
 
     def rest(module: nn.Module, args: Any) -> None:
-        mode.resting = True
+        mode.paused = True
 
     def work(module: nn.Module, args: Any, output: Any) -> None:
-        mode.resting = False
+        mode.paused = False
 
     handles = []
     for name, module in twin.named_modules():
@@ -300,7 +294,7 @@ def compare_ops(
         if decides and mode.at < len(records):
             raise OtherPathError("the code was done earlier than for the whole network")
     except Exception as error:  # the user's own check of a size, between two ops
-        mode.strayed = decides and isinstance(error, OtherPathError)
+        mode.took_other_path = decides and isinstance(error, OtherPathError)
         mode.failed.append(records[min(mode.at, len(records) - 1)])
     finally:
         for h in handles:

@@ -77,7 +77,7 @@ class Flow:
     untraced: dict[str, str]  # mode -> why the network could not be followed in it
     real: bool  # traced with real values, because the network does not run without
     norms: frozenset[str]  # the norms of single channels
-    unseen: tuple[str, ...]  # layers and other modules with parameters that the example did not run
+    unused_modules: tuple[str, ...]  # layers and other modules with parameters that the example did not run
     network: nn.Module  # to try smaller ones on: a copy without values, or the network itself if real
     example: Any  # the rows of it that were followed; if real, they decide the way
     paired: tuple[Ids, Ids] | None  # the values of both modes, place by place, if the code does the same in both
@@ -112,7 +112,7 @@ class Flow:
 
     def warn(self) -> None:
         """Warn where the code decides by values which layers run."""
-        text = format_path_warning(self.graph.decisions, self.unseen)
+        text = format_path_warning(self.graph.decisions, self.unused_modules)
         if text is not None:
             warnings.warn(text, PathWarning, stacklevel=count_library_frames())
 
@@ -143,13 +143,13 @@ class Flow:
         found = {}
         for name, cuts in self.graph.calls.items():
             if name in layers:
-                follower = self.behind.get(name)
+                follower = self.following_norms.get(name)
                 ids = [cuts[0].out, *([follower.out] if follower is not None else [])]
                 found[name] = np.unique(self.classes[np.concatenate(ids)])
         return found
 
     @property
-    def behind(self) -> dict[str, ModuleCall]:
+    def following_norms(self) -> dict[str, ModuleCall]:
         """Layer -> the norm whose input is its output."""
         by_input = {
             tuple(c.through.tolist()): c for cuts in self.graph.calls.values() for c in cuts if c.through is not None
@@ -200,11 +200,13 @@ class Flow:
             lines.append(f"stream {i}: {s.width} channels" + (f", {s.pinned} pinned" if s.pinned else ""))
             lines += [f"  from  {', '.join(s.producers)}", f"  to    {', '.join(s.consumers) or 'the output'}"]
         lines += ["pinned:", *(f"  {p}" for p in self.pinned)] if self.pinned else []
-        lines += [f"did not run on the example: {', '.join(self.unseen)}"] if self.unseen else []
+        lines += [f"did not run on the example: {', '.join(self.unused_modules)}"] if self.unused_modules else []
         lines += [f"not followed in {mode} mode: {why}" for mode, why in self.untraced.items()]
         return "\n".join(lines)
 
-    def removed(self, removed: Mapping[str, Any], places: Mapping[str, tuple[str, ...]]) -> dict[str, np.ndarray]:
+    def find_removed_outputs(
+        self, removed: Mapping[str, Any], places: Mapping[str, tuple[str, ...]]
+    ) -> dict[str, np.ndarray]:
         """Module -> (n,) which of its output channels are set to zero, from layer -> channels."""
         found: dict[str, np.ndarray] = {}
         for layer, channels in removed.items():
@@ -221,7 +223,7 @@ class Flow:
 
     def dead_norms(self, removed: Mapping[str, Any], places: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:
         """The norms of single channels that see nothing but zeros in some channels, and which."""
-        gone = self.removed(removed, places)
+        gone = self.find_removed_outputs(removed, places)
         zero = self.graph.zeros(gone)
         found: dict[str, np.ndarray] = {}
         for name, cuts in self.graph.calls.items():
@@ -320,12 +322,12 @@ def _trace(model: nn.Module, inputs: Any, real: bool) -> Flow:
                 raise
             untraced[mode] = f"{type(error).__name__}: {error}"
     _norms_called_twice(graph)
-    absent = find_unused_modules(twin, graph)
-    pin_other_paths(graph, absent)
+    unused = find_unused_modules(twin, graph)
+    pin_other_paths(graph, unused)
     norms = frozenset(n for n in graph.calls if is_norm(model.get_submodule(n)))
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     kept = (model, inputs) if real else (twin, clone_inputs(inputs, real=False))
-    return Flow(graph, graph.classes(), shapes, untraced, real, norms, absent, *kept, pair_modes(graph))
+    return Flow(graph, graph.classes(), shapes, untraced, real, norms, unused, *kept, pair_modes(graph))
 
 
 def _build_trial_masks(flow: Flow) -> list[dict[str, np.ndarray]]:
@@ -366,11 +368,11 @@ def _pass(twin: nn.Module, inputs: Any, mode: str, graph: Graph, values: Mapping
     twin.train(mode == "train")
     given = clone_inputs(inputs, real)
     tracer = Tracer(twin, graph, mode, dict(values), given, real)
-    with isolate_forward(), tracer.hooked(), tracer:
+    with isolate_forward(), tracer.hook_modules(), tracer:
         outputs = call_model(twin, given)
-    tracer.strangers(list_tensors(outputs))
+    tracer.label_unknown_tensors(list_tensors(outputs))
     for x in list_tensors(outputs):
-        tracer.book.pin_tensor(x, "return", "the model returns it", find_return_line(twin, tracer.frame))
+        tracer.registry.pin_tensor(x, "return", "the model returns it", find_return_line(twin, tracer.frame))
 
 
 def _norms_called_twice(graph: Graph) -> None:

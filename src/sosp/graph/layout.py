@@ -59,13 +59,13 @@ def solve_layout(
     work = LayoutSolver(graph, classes, fixed, zero, style)
     work.need(np.array([0, 1]))
     work.need(pinned)
-    work.settle()
+    work.apply_rules()
     needed = work.kept[classes]
     work.emptied = frozenset(
         d.weight for d in graph.dense.values() if d.narrow and d.module in graph.calls and not needed[d.out].any()
     )
     while work.fill() or work.fill_up():
-        work.settle()
+        work.apply_rules()
     filled = frozenset(c.module for c in work.cuts if work.fillable(c)) if style.join == "zeros" else frozenset()
     return Layout(work.kept[classes].astype(np.int64), zero, needed, work.emptied, filled)
 
@@ -92,7 +92,7 @@ class LayoutSolver:
     def has(self, ids: Ids) -> np.ndarray:
         return self.kept[self.classes[ids]]
 
-    def settle(self) -> None:
+    def apply_rules(self) -> None:
         before = -1
         while (now := int(self.kept.sum())) != before:
             before = now

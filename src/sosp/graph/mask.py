@@ -92,7 +92,7 @@ class Mask:
         return replace(self, removed=removed, norms={} if structures is None else _norms(structures, removed))
 
     @property
-    def places(self) -> dict[str, tuple[str, ...]]:
+    def own_norms(self) -> dict[str, tuple[str, ...]]:
         """Layer -> the norms at whose output its removed channels are zero; none where it is its own."""
         return {layer.name: layer.norms for layer in self.layers}
 

@@ -36,7 +36,7 @@ def plan_removal(flow: Flow, mask: Mask, style: LayoutStyle | None = None) -> Pl
 
     Pins that ``flow`` has learned from other removals do not count: whatever this one cannot lose is found again.
     """
-    removed = flow.removed(mask.removed, mask.places)
+    removed = flow.find_removed_outputs(mask.removed, mask.own_norms)
     fit = fit_layout(flow.without_learned(), removed, style)
     zeroed = find_zero_rows(flow.network, flow.graph, fit.layout, removed, fit.recipe)
     return Plan(mask, fit.flow, fit.layout, fit.recipe, zeroed, compute_cost(fit.flow, fit.layout))
@@ -68,5 +68,5 @@ def count(model: nn.Module, example: Any, mask: Mask | None = None, *, conventio
     if mask.kind == "weights":
         raise StructureError("single weights cannot be cut out of a layer: count a mask of kind='filters'.")
     if convention == "alternative":
-        return compute_alternative_cost(flow, flow.removed(mask.removed, mask.places))
+        return compute_alternative_cost(flow, flow.find_removed_outputs(mask.removed, mask.own_norms))
     return plan_removal(flow, mask).cost

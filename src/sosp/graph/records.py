@@ -88,7 +88,7 @@ class Structures:
         found = {layer.name: picked[ids].nonzero().flatten() for layer, ids in zip(self.layers, self.ids, strict=True)}
         return {name: channels for name, channels in found.items() if len(channels)}
 
-    def spread(self, values: Tensor, otherwise: float = 1.0) -> list[Tensor]:
+    def expand_to_channels(self, values: Tensor, otherwise: float = 1.0) -> list[Tensor]:
         """One (..., channels) tensor per layer from (..., S): every channel takes its structure's value."""
         if not self.plain:
             none = values.new_full((*values.shape[:-1], 1), otherwise)

@@ -52,13 +52,13 @@ class TensorRegistry:
         if x.is_floating_point() or x.is_complex():
             self.computed.add(id(x))
 
-    def decided(self, op: str, tensors: list[Tensor], shape: bool = False) -> None:
+    def add_decision(self, op: str, tensors: list[Tensor], shape: bool = False) -> None:
         """The code looks at these, by an op that gives it numbers or as many rows as it finds."""
         if any(id(x) in self.fed for x in tensors):
             given = not any(id(x) in self.computed for x in tensors)
             self.graph.decisions.append(Decision(op, find_user_line(), self.module, shape, given))
 
-    def mixed(self, leaves: Sequence[Any]) -> str:
+    def find_mixing_op(self, leaves: Sequence[Any]) -> str:
         """The op that mixed the channels of which one of these was made; nothing where there is none."""
         return next((self.lost[id(x)] for x in leaves if isinstance(x, Tensor) and id(x) in self.lost), "")
 
@@ -91,7 +91,7 @@ class TensorRegistry:
             axis = self._long_axis(name, x)
             if axis is None:
                 return None
-            known = self.graph.slices[name] = Slices(name, axis, self.graph.fresh(x.shape[axis], parametric=True))
+            known = self.graph.slices[name] = Slices(name, axis, self.graph.add_values(x.shape[axis], parametric=True))
         return self.put(x, label_axis(known.ids, known.axis, x.shape))
 
     def _long_axis(self, name: str, x: Tensor) -> int | None:

@@ -55,12 +55,12 @@ class Tracer(TorchFunctionMode):
         self.code = find_forward_code(model)
         self.frame: FrameType | None = None  # of the network's forward: when it is over, it stands where it returned
         examples = count_input_examples(inputs)
-        self.book = TensorRegistry(model, graph, mode, values, examples)
+        self.registry = TensorRegistry(model, graph, mode, values, examples)
         self.records = graph.records.setdefault(mode, [])
         self.inputs: dict[str, Any] = {}  # module -> the arguments of its last call
-        self.resting = False
+        self.paused = False
         for x in list_tensors(inputs):
-            self.book.begin(x)
+            self.registry.begin(x)
 
     # -- every op passes here --------------------------------------------------------------------------------------
 
@@ -68,87 +68,89 @@ class Tracer(TorchFunctionMode):
         kwargs = kwargs or {}
         name = find_op_name(func)
         self.frame = self.frame or find_frame(self.code)
-        if self.resting:
+        if self.paused:
             return func(*args, **kwargs)
         if name in COMPOSITE or name in DECOMPOSED:
             with self, skip_override_checks():
                 return DECOMPOSED.get(name, func)(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        before = [(x, x._version, self.book.seen(x)) for x in tensors]
+        before = [(x, x._version, self.registry.seen(x)) for x in tensors]
         result = run_op(func, name, args, kwargs)
         shapes = tuple(tuple(y.shape) for y in tree_leaves(result) if isinstance(y, Tensor))
         if shapes:
-            self.strangers(tensors)
-            self.noted(name, tensors, [y for y in tree_leaves(result) if isinstance(y, Tensor)])
-            self.follow(OpCall(func, name, leaves, spec, shapes, self.known(leaves)), result, args, kwargs)
+            self.label_unknown_tensors(tensors)
+            self.note_inputs(name, tensors, [y for y in tree_leaves(result) if isinstance(y, Tensor)])
+            self.follow(OpCall(func, name, leaves, spec, shapes, self.find_known_values(leaves)), result, args, kwargs)
         else:
-            self.looked_at(name, tensors)
+            self.note_reads(name, tensors)
         for x, version, old in before:
             if x._version != version:
-                self.book.feed(tensors, [x])
-                self.written(x, old, name, tensors, bool(shapes))
+                self.registry.feed(tensors, [x])
+                self.pin_shared_memory(x, old, name, tensors, bool(shapes))
         return result
 
-    def strangers(self, tensors: list[Tensor]) -> None:
+    def label_unknown_tensors(self, tensors: list[Tensor]) -> None:
         """A tensor that no op gave came out of code that cannot be followed (TorchScript): then nothing is safe."""
-        book = self.book
+        registry = self.registry
         for x in tensors:
-            if id(x) in book.held or id(x) in book.names:
+            if id(x) in registry.held or id(x) in registry.names:
                 continue
-            family = book.families.get(x.untyped_storage()._cdata, [])
-            same = [book.held[k] for k in family if book.held[k][0].shape == x.shape]
-            book.put(x, same[-1][1] if same else None)
-            book.fed.add(id(x))
-            if not same and x.is_floating_point() and x.dim() > 1 and x.shape[0] == book.examples:
-                everything = [y.numbers() for _, y in book.held.values() if y is not None]
-                book.pin(np.concatenate([np.zeros(0, dtype=int), *everything]), "?", "compiled code cannot be followed")
+            family = registry.families.get(x.untyped_storage()._cdata, [])
+            same = [registry.held[k] for k in family if registry.held[k][0].shape == x.shape]
+            registry.put(x, same[-1][1] if same else None)
+            registry.fed.add(id(x))
+            if not same and x.is_floating_point() and x.dim() > 1 and x.shape[0] == registry.examples:
+                everything = [y.numbers() for _, y in registry.held.values() if y is not None]
+                registry.pin(
+                    np.concatenate([np.zeros(0, dtype=int), *everything]), "?", "compiled code cannot be followed"
+                )
 
-    def noted(self, name: str, tensors: list[Tensor], outputs: list[Tensor]) -> None:
+    def note_inputs(self, name: str, tensors: list[Tensor], outputs: list[Tensor]) -> None:
         """Whose parameters the op takes, what depends on the input, and whether it counts what it finds there."""
         for x in tensors:
-            if id(x) in self.book.names:
-                self.graph.used.setdefault(self.book.names[id(x)], set()).add(self.book.module)
-        self.book.feed(tensors, outputs)
+            if id(x) in self.registry.names:
+                self.graph.used.setdefault(self.registry.names[id(x)], set()).add(self.registry.module)
+        self.registry.feed(tensors, outputs)
         picks = name == "__getitem__" and any(x.dtype == torch.bool for x in tensors[1:])
         if name in COUNTING or picks or (name == "where" and len(tensors) == 1):
-            self.book.decided(name, tensors, shape=True)
+            self.registry.add_decision(name, tensors, shape=True)
 
-    def looked_at(self, name: str, tensors: list[Tensor]) -> None:
+    def note_reads(self, name: str, tensors: list[Tensor]) -> None:
         """An op that returns no tensor."""
         if name in VALUES:
-            self.book.decided(name, tensors)
+            self.registry.add_decision(name, tensors)
         for x in tensors:
             if name in VALUES:
-                self.book.pin_tensor(x, name, "its values decide what the code does")
-            elif name in SIZES and id(x) in self.book.names:
-                self.graph.sized.append((self.book.mode, self.book.module, self.book.names[id(x)]))
-            elif name in SIZES and (labels := self.book.labels(x)) is not None:
-                self.graph.reads.append((self.book.mode, self.book.module, labels.numbers()))
+                self.registry.pin_tensor(x, name, "its values decide what the code does")
+            elif name in SIZES and id(x) in self.registry.names:
+                self.graph.sized.append((self.registry.mode, self.registry.module, self.registry.names[id(x)]))
+            elif name in SIZES and (labels := self.registry.labels(x)) is not None:
+                self.graph.reads.append((self.registry.mode, self.registry.module, labels.numbers()))
 
-    def known(self, leaves: list[Any]) -> dict[int, Tensor]:
+    def find_known_values(self, leaves: list[Any]) -> dict[int, Tensor]:
         """The values of integer tensors, as far as they are known on the meta device."""
         found = {}
         for k, x in enumerate(leaves):
             if isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex():
                 if not x.is_meta:
                     found[k] = x
-                elif self.book.names.get(id(x)) in self.book.values:
-                    found[k] = self.book.values[self.book.names[id(x)]]
+                elif self.registry.names.get(id(x)) in self.registry.values:
+                    found[k] = self.registry.values[self.registry.names[id(x)]]
         return found
 
     def follow(self, call: OpCall, result: Any, args: Any, kwargs: Any) -> None:
         """Label what came out, and keep a record of the op."""
         leaves, spec = tree_flatten(result)
-        found, moves = self.rule(call, args, kwargs)
-        given = tuple(self.book.seen(call.leaves[k]) for k in call.tensors)
-        where, mixed = find_user_line(), self.book.mixed(call.leaves)
+        found, moves = self.label_outputs(call, args, kwargs)
+        given = tuple(self.registry.seen(call.leaves[k]) for k in call.tensors)
+        where, mixed = find_user_line(), self.registry.find_mixing_op(call.leaves)
         if not mixed and any(x is not None for x in given):
             mixed = f"{call.name} at {where}"
         for y, labels in zip((y for y in leaves if isinstance(y, Tensor)), found, strict=True):
-            self.book.put(y, labels)
+            self.registry.put(y, labels)
             if labels is None and mixed:
-                self.book.lost[id(y)] = mixed
+                self.registry.lost[id(y)] = mixed
             if labels is not None and len(labels.varying) > 1:
                 self.graph.boxes.append(labels)
         dtypes = tuple(y.dtype if isinstance(y, Tensor) else None for y in leaves)
@@ -162,43 +164,43 @@ class Tracer(TorchFunctionMode):
                 dtypes,
                 moves,
                 where,
-                self.book.module,
+                self.registry.module,
                 collect_numbers(call.name, call.leaves),
             )
         )
 
-    def rule(self, call: OpCall, args: Any, kwargs: Any) -> OutputLabels:
+    def label_outputs(self, call: OpCall, args: Any, kwargs: Any) -> OutputLabels:
         """Layers by their weights; what moves elements or treats channels one by one; all else pins its input."""
         if call.name in DENSE:
-            found = label_dense_op(self.book, call, args, kwargs)
+            found = label_dense_op(self.registry, call, args, kwargs)
             if found is not None:
                 return [found], False
         if call.name == "embedding":
-            return [label_embedding(self.book, call, args, kwargs)], False
-        given = {k: self.book.labels(call.leaves[k]) for k in call.tensors}
+            return [label_embedding(self.registry, call, args, kwargs)], False
+        given = {k: self.registry.labels(call.leaves[k]) for k in call.tensors}
         if all(x is None for x in given.values()) or (call.name in FACTORIES and not is_called_by_torch()):
             return [None] * len(call.shapes), False
         if call.name in DROPOUTS or (call.name in IDENTITY_OPS and len(call.shapes) == 1):
             return [given[call.tensors[0]]], False
         if call.name in RESHAPES or call.name in MOVES:
-            moving = self.moving(call, given)
-            if moving is not None:
-                return list(moving), True
+            moved = self.move_elements(call, given)
+            if moved is not None:
+                return list(moved), True
         untried = call.name in UNTRIED
-        alike = None if untried else label_channelwise_op(self.book, call, given)
+        alike = None if untried else label_channelwise_op(self.registry, call, given)
         if alike is not None:
             return list(alike), False
         full = {k: x.full() for k, x in given.items() if x is not None}
         copies = None if untried else probe_copies(call, full, OPAQUE, ZERO)
         if copies is not None:
             return [compress_labels(x) for x in copies], True
-        lost = self.book.mixed(call.leaves)
+        lost = self.registry.find_mixing_op(call.leaves)
         why = f"it meets what {lost} made by mixing channels" if lost else f"{call.name} mixes the channels it is given"
         for k in call.tensors:
-            self.book.pin_tensor(call.leaves[k], call.name, why)
+            self.registry.pin_tensor(call.leaves[k], call.name, why)
         return [None] * len(call.shapes), False
 
-    def moving(self, call: OpCall, given: dict[int, Labels | None]) -> list[Labels] | None:
+    def move_elements(self, call: OpCall, given: dict[int, Labels | None]) -> list[Labels] | None:
         """An op that rearranges elements, run on their labels."""
         arrays: dict[int, Labels] = {}
         for k in call.tensors:
@@ -219,38 +221,40 @@ class Tracer(TorchFunctionMode):
             return None
         if [x.shape for x in out] != list(call.shapes):
             return None
-        self.pieces(call, out)
+        self.note_even_pieces(call, out)
         return out
 
-    def pieces(self, call: OpCall, out: list[Labels]) -> None:
+    def note_even_pieces(self, call: OpCall, out: list[Labels]) -> None:
         """``x.chunk(2, 1)`` cuts in half whatever is left of x: both halves must keep as much."""
         if call.name in ("chunk", "tensor_split", "split") and len(out) > 1 and len(set(call.shapes)) == 1:
             cut = [x.core.numpy().reshape(-1) for x in out if len(x.varying) == 1]
             if len(cut) == len(out):
                 self.graph.even.append(np.stack(cut))
 
-    def written(self, x: Tensor, old: Labels | None, op: str, tensors: list[Tensor], returned: bool) -> None:
+    def pin_shared_memory(self, x: Tensor, old: Labels | None, op: str, tensors: list[Tensor], returned: bool) -> None:
         """A write is harmless for other views of the same memory if it changes neither labels nor zeros."""
-        new = self.book.seen(x)
+        new = self.registry.seen(x)
         if returned and old is not None and new is not None and old.core is new.core:
             return
-        family = self.book.families.get(x.untyped_storage()._cdata, [])
-        others = [self.book.held[k][0] for k in family if k in self.book.held and self.book.held[k][0] is not x]
+        family = self.registry.families.get(x.untyped_storage()._cdata, [])
+        others = [
+            self.registry.held[k][0] for k in family if k in self.registry.held and self.registry.held[k][0] is not x
+        ]
         if not returned:
             others.append(x)
         if others:
             for y in [x, *others, *tensors]:
-                self.book.pin_tensor(y, op, "it writes into a view")
+                self.registry.pin_tensor(y, op, "it writes into a view")
             for y in others:
-                self.book.put(y, None)
+                self.registry.put(y, None)
 
     # -- every module passes here ----------------------------------------------------------------------------------
 
     @contextmanager
-    def hooked(self) -> Iterator[None]:
+    def hook_modules(self) -> Iterator[None]:
         """Watch every module while the model runs."""
         handles = []
-        for name, module in self.book.modules.items():
+        for name, module in self.registry.modules.items():
             if not isinstance(module, torch.jit.ScriptModule):
                 # Before all other hooks on the way in, behind all on the way out.
                 handles.append(module.register_forward_pre_hook(self.enter(name), prepend=True))
@@ -263,58 +267,58 @@ class Tracer(TorchFunctionMode):
 
     def enter(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
-            self.book.stack.append(name)
+            self.registry.stack.append(name)
             self.graph.ran.add(name)
-            self.resting = isinstance(module, Scatter)
+            self.paused = isinstance(module, Scatter)
             self.inputs[name] = args
 
         return hook
 
     def leave(self, name: str) -> Callable[..., None]:
         def hook(module: Any, args: Any, output: Any) -> None:
-            self.book.stack.pop()
-            self.resting = True  # what is done to labels here is no op of the network
+            self.registry.stack.pop()
+            self.paused = True  # what is done to labels here is no op of the network
             if isinstance(module, Scatter):
                 axis = module.axis % output.dim()
-                self.cut(name.rpartition(".")[0], axis, args[0], output, self.index_of(name, module))
+                self.add_call(name.rpartition(".")[0], axis, args[0], output, self.read_index(name, module))
             elif "scatter" not in module._modules and (find_layer_type(module) or is_norm(module)):
                 if isinstance(output, Tensor) and output.is_floating_point():
-                    self.cut(name, find_channel_axis(module, output), output, output, None)
+                    self.add_call(name, find_channel_axis(module, output), output, output, None)
             if self.real:
-                leaving = [self.book.seen(x) for x in list_tensors(output)]
+                leaving = [self.registry.seen(x) for x in list_tensors(output)]
                 self.graph.leaving += [(name, labels) for labels in leaving if labels is not None]
-            self.resting = False
+            self.paused = False
 
         return hook
 
-    def index_of(self, name: str, scatter: Any) -> Ids:
-        index = self.book.values[f"{name}.index"] if scatter.index.is_meta else scatter.index
+    def read_index(self, name: str, scatter: Any) -> Ids:
+        index = self.registry.values[f"{name}.index"] if scatter.index.is_meta else scatter.index
         return index.cpu().numpy()
 
-    def cut(self, name: str, axis: int, computed: Tensor, output: Tensor, index: Ids | None) -> None:
+    def add_call(self, name: str, axis: int, computed: Tensor, output: Tensor, index: Ids | None) -> None:
         """A place where channels can be set to zero, dropped and scattered."""
-        norm = is_norm(self.book.modules[name])
-        labels = self.book.labels(computed)
+        norm = is_norm(self.registry.modules[name])
+        labels = self.registry.labels(computed)
         given = labels.along(axis) if labels is not None and computed.dim() > axis else None
         if given is None and norm and index is None:
             return
         if given is None:
             given = np.full(computed.shape[axis], OPAQUE)
-            self.book.pin_tensor(computed, name, "its output has channels on several axes")
+            self.registry.pin_tensor(computed, name, "its output has channels on several axes")
         index = np.arange(len(given)) if index is None else index
-        through = self.before(name, len(given)) if norm else None
-        step = ModuleCall(name, self.book.mode, axis, given, self.graph.fresh(len(index)), index, through)
+        through = self.find_norm_input(name, len(given)) if norm else None
+        step = ModuleCall(name, self.registry.mode, axis, given, self.graph.add_values(len(index)), index, through)
         for other in self.graph.calls.setdefault(name, []):
             self.graph.tie(other.out, step.out)
             self.graph.tie(other.given, step.given)
         self.graph.calls[name].append(step)
         self.graph.steps.append(step)
-        self.book.put(output, label_axis(step.out, axis, output.shape))
-        self.book.feed([computed], [output])
+        self.registry.put(output, label_axis(step.out, axis, output.shape))
+        self.registry.feed([computed], [output])
 
-    def before(self, name: str, width: int) -> Ids | None:
+    def find_norm_input(self, name: str, width: int) -> Ids | None:
         """(n,) the input of a norm."""
         x = next((a for a in self.inputs[name] if isinstance(a, Tensor)), None)
-        labels = self.book.labels(x) if x is not None and x.dim() > 1 else None
+        labels = self.registry.labels(x) if x is not None and x.dim() > 1 else None
         found = labels.along(1) if labels is not None else None
         return found if found is not None and len(found) == width else None

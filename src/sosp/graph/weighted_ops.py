@@ -53,55 +53,55 @@ class DenseCall:
         return float(np.prod(sizes) / sizes[self.axis % len(sizes)] / examples)
 
 
-def label_dense_op(book: TensorRegistry, call: OpCall, args: Any, kwargs: Any) -> Labels | None:
+def label_dense_op(registry: TensorRegistry, call: OpCall, args: Any, kwargs: Any) -> Labels | None:
     """The labels of the output; None where it is no such op after all."""
     given = name_arguments(call.name, args, kwargs)
     x, weight = given["input"], given["weight"]
     axis = -1 if call.name in ("linear", "addmm") else 1 if x.dim() == weight.dim() else 0  # 0: without a batch
     use = DenseCall(call.name, x, weight, given.get("bias"), given.get("groups", 1), call.shapes[0], axis)
     if call.name == "addmm" and (
-        id(weight) not in book.names or not book.layer_of(weight) or {"alpha", "beta"} & set(kwargs)
+        id(weight) not in registry.names or not registry.layer_of(weight) or {"alpha", "beta"} & set(kwargs)
     ):
         return None
-    into = book.channels(x, axis)
+    into = registry.channels(x, axis)
     if into is None:
-        into = _merge_axes(book, x, axis)
-    if id(weight) not in book.names:
-        return _label_computed_weight(book, use)
-    layer = _layer(book, use, into)
+        into = _merge_axes(registry, x, axis)
+    if id(weight) not in registry.names:
+        return _label_computed_weight(registry, use)
+    layer = _layer(registry, use, into)
     if layer is None:
         return label_axis(np.full(use.width, OPAQUE), axis, use.shape)
     layer.into.append(into)
-    layer.positions[book.mode] = layer.positions.get(book.mode, 0.0) + use.positions(book.examples)
-    return label_axis(_output(book, use, layer, into), axis, use.shape)
+    layer.positions[registry.mode] = layer.positions.get(registry.mode, 0.0) + use.positions(registry.examples)
+    return label_axis(_output(registry, use, layer, into), axis, use.shape)
 
 
-def _merge_axes(book: TensorRegistry, x: Tensor, axis: int) -> Ids:
+def _merge_axes(registry: TensorRegistry, x: Tensor, axis: int) -> Ids:
     """(n,) where a channel is made of several (pixel shuffle, patches): one value each, all or none of which stay."""
-    labels = book.labels(x)
+    labels = registry.labels(x)
     assert labels is not None
     sizes = list(labels.core.shape)
     sizes[axis] = x.shape[axis]
     rows = np.moveaxis(labels.core.expand(sizes).numpy(), axis, 0).reshape(x.shape[axis], -1)
-    into = book.graph.fresh(len(rows))
-    book.graph.tie(into[:, None], rows)
-    book.graph.steps.append(Combination(into, (rows,), (True,), False))
+    into = registry.graph.add_values(len(rows))
+    registry.graph.tie(into[:, None], rows)
+    registry.graph.steps.append(Combination(into, (rows,), (True,), False))
     return into
 
 
-def _layer(book: TensorRegistry, use: DenseCall, into: Ids) -> DenseWeight | None:
+def _layer(registry: TensorRegistry, use: DenseCall, into: Ids) -> DenseWeight | None:
     """What is known of the weight; None where it was used in another way before."""
-    graph, name = book.graph, book.names[id(use.weight)]
+    graph, name = registry.graph, registry.names[id(use.weight)]
     layer = graph.dense.get(name)
     if layer is None:
-        bias = book.names.get(id(use.bias)) if use.bias is not None else None
+        bias = registry.names.get(id(use.bias)) if use.bias is not None else None
         layer = graph.dense[name] = DenseWeight(
-            name, book.layer_of(use.weight) or "", bias, use.out_axis, 1 - use.out_axis,
-            use.groups, use.transposed, graph.fresh(use.width), kernel=use.kernel,
+            name, registry.layer_of(use.weight) or "", bias, use.out_axis, 1 - use.out_axis,
+            use.groups, use.transposed, graph.add_values(use.width), kernel=use.kernel,
         )  # fmt: skip
     elif (layer.out_axis, layer.groups) != (use.out_axis, use.groups) or len(layer.out) != use.width:
         for ids in (layer.out, into, *layer.into):
-            book.pin(ids, use.op, "one weight is used in two ways")
+            registry.pin(ids, use.op, "one weight is used in two ways")
         return None
     for other in layer.into:
         graph.tie(other, into)
@@ -110,62 +110,62 @@ def _layer(book: TensorRegistry, use: DenseCall, into: Ids) -> DenseWeight | Non
         graph.tie(raw.ids, into)
     elif raw is not None:
         graph.tie(raw.ids, layer.out)
-        book.pin(into, use.op, "the weight is also used by hand, all of its columns")
+        registry.pin(into, use.op, "the weight is also used by hand, all of its columns")
     return layer
 
 
-def _output(book: TensorRegistry, use: DenseCall, layer: DenseWeight, into: Ids) -> Ids:
+def _output(registry: TensorRegistry, use: DenseCall, layer: DenseWeight, into: Ids) -> Ids:
     if use.bias is not None:
-        _tie_bias(book, use, layer.out)
+        _tie_bias(registry, use, layer.out)
     elif use.groups > 1 and use.groups == len(into):  # depthwise without bias: nothing in, nothing out
-        out = book.graph.fresh(use.width)
-        book.graph.tie(out, layer.out)
+        out = registry.graph.add_values(use.width)
+        registry.graph.tie(out, layer.out)
         source = np.repeat(into, use.width // use.groups)
-        book.graph.steps.append(Combination(out, (source[:, None],), (True,), False))
+        registry.graph.steps.append(Combination(out, (source[:, None],), (True,), False))
         return out
     return layer.out
 
 
-def _tie_bias(book: TensorRegistry, use: DenseCall, out: Ids) -> None:
+def _tie_bias(registry: TensorRegistry, use: DenseCall, out: Ids) -> None:
     assert use.bias is not None
-    ids = book.channels(use.bias, 0)
+    ids = registry.channels(use.bias, 0)
     if ids is None or len(ids) != len(out):
-        book.pin(out, use.op, "its bias is not one number per channel")
+        registry.pin(out, use.op, "its bias is not one number per channel")
     else:
-        book.graph.tie(ids, out)
+        registry.graph.tie(ids, out)
 
 
-def _label_computed_weight(book: TensorRegistry, use: DenseCall) -> Labels:
+def _label_computed_weight(registry: TensorRegistry, use: DenseCall) -> Labels:
     """A weight that the code computes: its rows may follow the channels of what it is computed from."""
-    book.pin_tensor(use.x, use.op, "its weight is computed: no column of it can be dropped")
-    rows = book.channels(use.weight, use.out_axis)
+    registry.pin_tensor(use.x, use.op, "its weight is computed: no column of it can be dropped")
+    rows = registry.channels(use.weight, use.out_axis)
     if rows is None or len(rows) != use.width or use.groups > 1:
-        book.pin_tensor(use.weight, use.op, "its weight is computed")
+        registry.pin_tensor(use.weight, use.op, "its weight is computed")
         rows = np.full(use.width, OPAQUE)
     if use.bias is not None:
-        _tie_bias(book, use, rows)
-    key = f"{book.module}:{use.op}"
+        _tie_bias(registry, use, rows)
+    key = f"{registry.module}:{use.op}"
     into = np.full(use.x.shape[use.axis], OPAQUE)
-    layer = book.graph.dense.setdefault(
+    layer = registry.graph.dense.setdefault(
         key,
         DenseWeight(
-            key, book.module, None, use.out_axis, 1 - use.out_axis, use.groups, use.transposed,
+            key, registry.module, None, use.out_axis, 1 - use.out_axis, use.groups, use.transposed,
             rows, [into], kernel=use.kernel, narrow=False,
         ),
     )  # fmt: skip
-    layer.positions[book.mode] = layer.positions.get(book.mode, 0.0) + use.positions(book.examples)
+    layer.positions[registry.mode] = layer.positions.get(registry.mode, 0.0) + use.positions(registry.examples)
     return label_axis(rows, use.axis, use.shape)
 
 
-def label_embedding(book: TensorRegistry, call: OpCall, args: Any, kwargs: Any) -> Labels | None:
+def label_embedding(registry: TensorRegistry, call: OpCall, args: Any, kwargs: Any) -> Labels | None:
     """Rows picked by number: the channels are the columns of the table."""
     table = args[1] if len(args) > 1 else kwargs["weight"]
-    name = book.names.get(id(table))
+    name = registry.names.get(id(table))
     if name is None:
         return None
-    known = book.graph.slices.get(name)
+    known = registry.graph.slices.get(name)
     if known is None:
-        known = book.graph.slices[name] = Slices(name, 1, book.graph.fresh(table.shape[1]))
-        for into in book.graph.dense[name].into if name in book.graph.dense else []:
-            book.graph.tie(into, known.ids)
+        known = registry.graph.slices[name] = Slices(name, 1, registry.graph.add_values(table.shape[1]))
+        for into in registry.graph.dense[name].into if name in registry.graph.dense else []:
+            registry.graph.tie(into, known.ids)
     return label_axis(known.ids, -1, call.shapes[0])

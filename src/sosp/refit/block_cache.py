@@ -24,34 +24,40 @@ Forward = Callable[..., Any]
 class BlockCache:
     """Of every part of the inputs, the outputs of modules that ended before the layers that still change."""
 
-    def __init__(self, model: nn.Module, trails: ChannelTracker) -> None:
+    def __init__(self, model: nn.Module, tracker: ChannelTracker) -> None:
         modules = dict(model.named_modules())
-        loud = [n for n, m in modules.items() if n in trails.keeping or _has_foreign_hooks(m)]
-        quiet = {n: m for n, m in modules.items() if n in trails.spans and not any(_inside(name, n) for name in loud)}
-        pure = {n: m for n, m in quiet.items() if n not in trails.writing}
-        self.spans, self.quiet = trails.spans, quiet
+        observed = [n for n, m in modules.items() if n in tracker.stateful or _has_foreign_hooks(m)]
+        skippable = {
+            n: m
+            for n, m in modules.items()
+            if n in tracker.intervals and not any(_inside(name, n) for name in observed)
+        }
+        pure = {n: m for n, m in skippable.items() if n not in tracker.mutating}
+        self.intervals, self.skippable = tracker.intervals, skippable
         self.blocks = [n for n, m in pure.items() if n and _is_block(m)]
         # What is written inside of a chain stays inside.
-        self.chains = [_list_chain_modules(n, m, quiet) for n, m in pure.items() if type(m) is nn.Sequential]
+        self.chains = [_list_chain_modules(n, m, skippable) for n, m in pure.items() if type(m) is nn.Sequential]
         self.kept: dict[tuple[str, int], Tensor] = {}
 
     @contextmanager
-    def used(self, layer: int, part: int, listener: OutputListener) -> Iterator[None]:
+    def reuse_blocks(self, layer: int, part: int, listener: OutputListener) -> Iterator[None]:
         """For a pass over this part in which layers from that number on change."""
-        done = [n for n in self.blocks if self.spans[n].end <= layer]
+        done = [n for n in self.blocks if self.intervals[n].end <= layer]
         done = [n for n in done if _parent(n) not in done]
-        passed = self._passed(part, done)
+        skipped = self._find_skipped(part, done)
         with ExitStack() as stack:
-            for name in passed:
-                stack.enter_context(_replace_forward(self.quiet[name], self._silent(name, listener, None), hooks=False))
-            for name in [n for n in done if n not in passed]:
+            for name in skipped:
+                stack.enter_context(
+                    _replace_forward(self.skippable[name], self._make_skip(name, listener, None), hooks=False)
+                )
+            for name in [n for n in done if n not in skipped]:
                 known = self.kept.get((name, part))
-                give = self._recorder(name, part) if known is None else self._silent(name, listener, known)
-                stack.enter_context(_replace_forward(self.quiet[name], give, hooks=True))
+                give = self._make_recorder(name, part) if known is None else self._make_skip(name, listener, known)
+                stack.enter_context(_replace_forward(self.skippable[name], give, hooks=True))
             yield
-        self._forget(part, done)
+        self._discard_unneeded(part, done)
 
-    def _passed(self, part: int, done: Sequence[str]) -> set[str]:
+    def _find_skipped(self, part: int, done: Sequence[str]) -> set[str]:
         """Modules of a chain in front of one that is kept."""
         found: set[str] = set()
         for chain in self.chains:
@@ -59,26 +65,26 @@ class BlockCache:
             found.update(chain[: ends[-1]] if ends else ())
         return found
 
-    def _forget(self, part: int, done: Sequence[str]) -> None:
-        passed = self._passed(part, done)
+    def _discard_unneeded(self, part: int, done: Sequence[str]) -> None:
+        skipped = self._find_skipped(part, done)
         for name in self.blocks:
-            if name not in done or name in passed:
+            if name not in done or name in skipped:
                 self.kept.pop((name, part), None)
 
-    def _silent(self, name: str, listener: OutputListener, known: Tensor | None) -> Forward:
+    def _make_skip(self, name: str, listener: OutputListener, known: Tensor | None) -> Forward:
         """Without computing anything."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            listener.sums += self.spans[name].sums
+            listener.sums += self.intervals[name].sums
             return args[0] if known is None else known.clone()  # of the former nobody sees what it is
 
         return forward
 
-    def _recorder(self, name: str, part: int) -> Forward:
-        really = self.quiet[name].forward
+    def _make_recorder(self, name: str, part: int) -> Forward:
+        compute = self.skippable[name].forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            output = really(*args, **kwargs)
+            output = compute(*args, **kwargs)
             used = sum(x.nbytes for x in self.kept.values())
             if isinstance(output, Tensor) and used + output.nbytes <= BYTES:
                 self.kept[name, part] = output.clone()  # it may be written into
@@ -101,10 +107,10 @@ def _replace_forward(module: nn.Module, forward: Forward, *, hooks: bool) -> Ite
         own.update(old)
 
 
-def _list_chain_modules(name: str, chain: nn.Sequential, quiet: dict[str, nn.Module]) -> list[str]:
+def _list_chain_modules(name: str, chain: nn.Sequential, skippable: dict[str, nn.Module]) -> list[str]:
     """The modules of a chain, if all of them are called once."""
     names = [f"{name}.{child}".lstrip(".") for child in chain._modules]
-    return names if all(n in quiet for n in names) else []
+    return names if all(n in skippable for n in names) else []
 
 
 def _has_foreign_hooks(module: nn.Module) -> bool:

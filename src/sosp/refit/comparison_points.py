@@ -35,7 +35,7 @@ class TrackedChannels:
     places: Tensor  # (C,) the channel of the tensor that holds each of them; -1: none does
     factor: Tensor  # (C,)
     norm: str = ""  # right behind the layer, where statistics of its own make it a factor and a shift
-    within: Tensor | None = None  # (C,) their channels in that norm
+    norm_channels: Tensor | None = None  # (C,) their channels in that norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class ComparisonPoint:
 
     layer: str
     axis: int  # of the channels
-    trail: TrackedChannels
+    tracked: TrackedChannels
     start: int = 0  # so many additions had been made when the layer was done
     sum: int | None = None  # behind this addition, counted from 0; else behind its norm, or the layer itself
     clip: Range = FULL_RANGE  # what is outside of this range makes no difference to all that follows
@@ -53,7 +53,7 @@ class ComparisonPoint:
     @property
     def module(self) -> str:
         """Whose output it is, where it is no sum."""
-        return self.trail.norm or self.layer
+        return self.tracked.norm or self.layer
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class TrackedTensor:
 
     tensor: Tensor  # kept alive, so that its number is not given to another
     age: int = -1  # the newest layer it depends on
-    trails: dict[str, TrackedChannels] = field(default_factory=dict)
+    tracked: dict[str, TrackedChannels] = field(default_factory=dict)
     uses: list[Range | None] = field(default_factory=list)  # one for every op it was given to
     origin: tuple[TrackedTensor, Activation] | None = None  # what an activation made it of
     fixed: bool = False  # a parameter, or made of parameters alone
@@ -82,15 +82,15 @@ class ChannelTracker(ForwardWatcher):
         self.made: dict[str, TrackedTensor] = {}  # layer -> what it computes
         self.weights: dict[str, LayerUse | None] = {}  # layer -> how it used its weight
         self.sums: list[dict[str, TrackedChannels]] = []  # the layers that stand in each addition
-        self.homes: list[str] = []  # the module each addition was made in
+        self.sum_modules: list[str] = []  # the module each addition was made in
         self.values: dict[int, TrackedTensor] = {}
-        self.spans: dict[str, ModuleInterval] = {}  # modules that are called once
+        self.intervals: dict[str, ModuleInterval] = {}  # modules that are called once
         self.entered: dict[
             str, tuple[int, AttributeSnapshot, list[int]]
         ] = {}  # sums before, what it held, versions of its inputs
         self.calls: Counter[str] = Counter()  # all modules
-        self.keeping: set[str] = set()  # modules that keep something of a pass
-        self.writing: set[str] = set()  # and those that write into what they are given
+        self.stateful: set[str] = set()  # modules that keep something of a pass
+        self.mutating: set[str] = set()  # and those that write into what they are given
         self.fixed = {id(x) for x in [*model.parameters(), *model.buffers()]}
 
     # -- ops -------------------------------------------------------------------------------------------------------
@@ -120,49 +120,49 @@ class ChannelTracker(ForwardWatcher):
         return made
 
     def step(self, name: str, given: list[TrackedTensor], y: TrackedTensor, options: Mapping[str, Any]) -> None:
-        """The trails that go on through an op."""
+        """The tracked that go on through an op."""
         if name in SUMS:
             self.add(given, y, plain="alpha" not in options)
         elif (name in DROPOUTS or name in IDENTITY_OPS) and given and given[0].tensor.shape == y.tensor.shape:
-            self.go_on(given[0], y, given[0].trails)
+            self.carry_over(given[0], y, given[0].tracked)
         elif name in PRODUCTS and len(given) == 2:
             for value, other in (given, given[::-1]):
-                if value.trails and other.fixed:
-                    found = {n: self.scaled(n, t, other.tensor, y.tensor) for n, t in value.trails.items()}
-                    self.go_on(value, y, {n: t for n, t in found.items() if t is not None})
+                if value.tracked and other.fixed:
+                    found = {n: self.scale_channels(n, t, other.tensor, y.tensor) for n, t in value.tracked.items()}
+                    self.carry_over(value, y, {n: t for n, t in found.items() if t is not None})
 
     def add(self, given: list[TrackedTensor], y: TrackedTensor, plain: bool) -> None:
         """Of the layers that stand in a sum, the one computed last is compared with it, the others before it."""
-        union = {n: t for value in given for n, t in value.trails.items()} if plain else {}
+        union = {n: t for value in given for n, t in value.tracked.items()} if plain else {}
         self.sums.append(union)
-        self.homes.append(self.inside[-1])
-        y.trails = union
+        self.sum_modules.append(self.inside[-1])
+        y.tracked = union
         if not union:
             return
         last = max(union, key=self.order.index)
-        own = [value for value in given if last in value.trails]
-        others = [value.age for value in given if last not in value.trails]
+        own = [value for value in given if last in value.tracked]
+        others = [value.age for value in given if last not in value.tracked]
         alone = len(own) == 1 and own[0] is self.now[last] and own[0].tensor.shape == y.tensor.shape
         if alone and max([-1, *others]) < self.order.index(last):
             needs = max([self.points[last].needs, *others])
             number = len(self.sums) - 1
-            self.move(last, y, replace(self.points[last], trail=union[last], sum=number, needs=needs))
+            self.move(last, y, replace(self.points[last], tracked=union[last], sum=number, needs=needs))
 
-    def go_on(self, x: TrackedTensor, y: TrackedTensor, trails: dict[str, TrackedChannels]) -> None:
+    def carry_over(self, x: TrackedTensor, y: TrackedTensor, tracked: dict[str, TrackedChannels]) -> None:
         """The same channels in another tensor; they are still compared where they were."""
-        y.trails = trails
-        for name in trails:
+        y.tracked = tracked
+        for name in tracked:
             if self.now[name] is x:
                 self.now[name] = y
 
-    def scaled(self, name: str, trail: TrackedChannels, other: Tensor, y: Tensor) -> TrackedChannels | None:
+    def scale_channels(self, name: str, tracked: TrackedChannels, other: Tensor, y: Tensor) -> TrackedChannels | None:
         """Behind a product with a parameter, one number for each channel or for all."""
         axis = self.points[name].axis % y.dim() - y.dim()
         wide = other.numel() > 1
         if wide and (other.dim() < -axis or other.shape[axis] != other.numel() or other.numel() != y.shape[axis]):
             return None
         numbers = other.detach().reshape(-1)
-        return replace(trail, factor=trail.factor * (numbers[trail.places.clamp_min(0)] if wide else numbers))
+        return replace(tracked, factor=tracked.factor * (numbers[tracked.places.clamp_min(0)] if wide else numbers))
 
     def move(self, name: str, y: TrackedTensor, point: ComparisonPoint) -> None:
         self.points[name], self.now[name] = point, y
@@ -177,9 +177,9 @@ class ChannelTracker(ForwardWatcher):
     def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         sums, held, old = self.entered[name]
         self.calls[name] += 1
-        self.spans[name] = ModuleInterval(len(self.order), len(self.sums) - sums)
-        self.keeping.update(() if held.is_still(AttributeSnapshot.by(module)) else [name])
-        self.writing.update(() if old == count_writes(args) else [name])
+        self.intervals[name] = ModuleInterval(len(self.order), len(self.sums) - sums)
+        self.stateful.update(() if held.is_unchanged(AttributeSnapshot.by(module)) else [name])
+        self.mutating.update(() if old == count_writes(args) else [name])
         x = next((a for a in args if isinstance(a, Tensor)), None)
         if is_layer_or_norm(module) and x is not None and isinstance(output, Tensor):
             self.times[name] += 1
@@ -193,40 +193,40 @@ class ChannelTracker(ForwardWatcher):
         if self.times[name] > 1 or kind is None:
             return
         places = apply_scatter(module, torch.arange(kind.channels(module), device=y.tensor.device))
-        trail = TrackedChannels(places, y.tensor.new_ones(len(places)))
-        y.age, y.trails = len(self.order), {name: trail}
+        tracked = TrackedChannels(places, y.tensor.new_ones(len(places)))
+        y.age, y.tracked = len(self.order), {name: tracked}
         self.given[name], self.made[name], self.weights[name] = x, y, self.used
         self.order.append(name)
         self.move(
-            name, y, ComparisonPoint(name, find_channel_axis(module, y.tensor), trail, len(self.sums), needs=x.age)
+            name, y, ComparisonPoint(name, find_channel_axis(module, y.tensor), tracked, len(self.sums), needs=x.age)
         )
 
     def norm(self, name: str, module: Any, x: TrackedTensor, y: TrackedTensor) -> None:
         scale = compute_norm_scale(module)
-        for layer, trail in x.trails.items():
-            if scale is None or self.now[layer] is not x or self.points[layer].sum is not None or trail.norm:
+        for layer, tracked in x.tracked.items():
+            if scale is None or self.now[layer] is not x or self.points[layer].sum is not None or tracked.norm:
                 continue
-            factor = trail.factor * scale[trail.places.clamp_min(0)]
-            y.trails = {layer: TrackedChannels(apply_scatter(module, trail.places), factor, name, trail.places)}
-            self.move(layer, y, replace(self.points[layer], trail=y.trails[layer]))
+            factor = tracked.factor * scale[tracked.places.clamp_min(0)]
+            y.tracked = {layer: TrackedChannels(apply_scatter(module, tracked.places), factor, name, tracked.places)}
+            self.move(layer, y, replace(self.points[layer], tracked=y.tracked[layer]))
 
-    def feeding(self, name: str) -> tuple[str, Activation] | None:
+    def find_source(self, name: str) -> tuple[str, Activation] | None:
         """The layer that this one alone reads, and the activation in between."""
         value = self.given[name]
         source, act = value.origin or (value, return_input)
-        layer = next((n for n in source.trails if self.now[n] is source and self.points[n].sum is None), None)
+        layer = next((n for n in source.tracked if self.now[n] is source and self.points[n].sum is None), None)
         alone = len(value.uses) == 1 and len(source.uses) == 1
-        same = layer is not None and source.trails[layer] is self.points[layer].trail
+        same = layer is not None and source.tracked[layer] is self.points[layer].tracked
         return (layer, act) if layer is not None and alone and same else None
 
     def is_read_once(self, name: str) -> bool:
         """Nothing but one op or module sees what the layer computes: its norm, where it has one."""
         return len(self.made[name].uses) == 1
 
-    def clip(self, name: str) -> Range:
+    def find_clip(self, name: str) -> Range:
         """The range that the one op behind a layer's point lets through."""
         point, value = self.points[name], self.now[name]
-        same = value.trails.get(name) is point.trail  # nothing but the identity in between
+        same = value.tracked.get(name) is point.tracked  # nothing but the identity in between
         return value.uses[0] or FULL_RANGE if same and len(value.uses) == 1 else FULL_RANGE
 
 
@@ -250,13 +250,13 @@ def compute_norm_scale(norm: Any) -> Tensor | None:
 
 
 def track_channels(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[ChannelTracker, Any]:
-    """The trails of a network that is run once, and what it returned."""
-    trails = ChannelTracker(model)
-    with trails.hooked():
+    """The tracked of a network that is run once, and what it returned."""
+    tracker = ChannelTracker(model)
+    with tracker.hooked():
         outputs = run(model)
     for y in tree_leaves(outputs):
         if isinstance(y, Tensor):
-            trails.value(y).uses.append(None)  # by whoever called the network
-    trails.spans = {n: span for n, span in trails.spans.items() if trails.calls[n] == 1}
-    trails.points = {n: replace(point, clip=trails.clip(n)) for n, point in trails.points.items()}
-    return trails, outputs
+            tracker.value(y).uses.append(None)  # by whoever called the network
+    tracker.intervals = {n: interval for n, interval in tracker.intervals.items() if tracker.calls[n] == 1}
+    tracker.points = {n: replace(point, clip=tracker.find_clip(n)) for n, point in tracker.points.items()}
+    return tracker, outputs

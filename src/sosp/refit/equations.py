@@ -33,19 +33,19 @@ class RefitTask:
     origin: Tensor  # (C,) the channels of the original's layer that they are
     density: float  # positions for each input
     logits: bool  # it gives the outputs of the network
-    feed: NextLayer | None = None
+    next_layer: NextLayer | None = None
 
     @property
     def needs(self) -> int:
         """The last layer that has to be repaired before."""
-        return self.here.needs if self.feed is None else max(self.here.needs, self.feed.others)
+        return self.here.needs if self.next_layer is None else max(self.here.needs, self.next_layer.other_needs)
 
     @property
     def values(self) -> float:
         """Numbers of the original network that are held for each input."""
-        if self.feed is None:
+        if self.next_layer is None:
             return self.density * len(self.live)
-        return self.feed.density * (self.feed.taps * len(self.live) + len(self.feed.task.live))
+        return self.next_layer.density * (self.next_layer.taps * len(self.live) + len(self.next_layer.task.live))
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class NextLayer:
     sizes: tuple[int, ...]  # of what it reads and of what it gives for an example, without channels
     out: tuple[int, ...]
     density: float  # positions of what it gives for each input
-    others: int  # the last layer, but the one that it reads, that it depends on
+    other_needs: int  # the last layer, but the one that it reads, that it depends on
 
     @property
     def taps(self) -> int:
@@ -87,9 +87,9 @@ class ObservationCollector:
     """Look at one network while it runs."""
 
     def __init__(
-        self, model: nn.Module, parts: Sequence[InputPart], positions: PositionSampler, memory: BlockCache | None = None
+        self, model: nn.Module, parts: Sequence[InputPart], positions: PositionSampler, cache: BlockCache | None = None
     ) -> None:
-        self.model, self.parts, self.positions, self.memory = model, parts, positions, memory
+        self.model, self.parts, self.positions, self.cache = model, parts, positions, cache
 
     def values(self, tasks: Sequence[RefitTask], small: bool) -> dict[str, LayerObservations]:
         """Of every task, what is compared; in the small network, also what the layers are given.
@@ -100,16 +100,16 @@ class ObservationCollector:
         listener = OutputListener(self.model)
         with listener.hooked():
             for part in self.parts:
-                with self._remembered(tasks[0].number, part, listener):
-                    listener.listen(self._wanted(tasks, part, found, small, listener), part.chunk.run)
+                with self._reuse_blocks(tasks[0].number, part, listener):
+                    listener.listen(self._plan_callbacks(tasks, part, found, small, listener), part.chunk.run)
         whole = [task for task in tasks if found[task.layer].is_whole(task, len(self.parts), small)]
         _check_finite(self.parts, whole, found)
         return {task.layer: found[task.layer] for task in whole}
 
-    def _remembered(self, layer: int, part: InputPart, listener: OutputListener) -> AbstractContextManager[None]:
-        return nullcontext() if self.memory is None else self.memory.used(layer, part.number, listener)
+    def _reuse_blocks(self, layer: int, part: InputPart, listener: OutputListener) -> AbstractContextManager[None]:
+        return nullcontext() if self.cache is None else self.cache.reuse_blocks(layer, part.number, listener)
 
-    def _wanted(
+    def _plan_callbacks(
         self,
         tasks: Sequence[RefitTask],
         part: InputPart,
@@ -120,14 +120,16 @@ class ObservationCollector:
         wanted: dict[str | int, list[OutputCallback]] = {}
         for task in tasks:
             seen = found[task.layer]
-            self._look(wanted, task, seen.values, self._spots(task, part), small, listener)
+            self._request_outputs(wanted, task, seen.values, self._position_rule(task, part), small, listener)
             if small:
-                wanted.setdefault(task.layer, []).append(self._inputs(task, part, seen))
-            if task.feed is not None:
-                self._look(wanted, task.feed.task, seen.behind, self._drawn(task, part), small, listener)
+                wanted.setdefault(task.layer, []).append(self._record_inputs(task, part, seen))
+            if task.next_layer is not None:
+                self._request_outputs(
+                    wanted, task.next_layer.task, seen.next_values, self._draw_positions(task, part), small, listener
+                )
         return wanted
 
-    def _look(
+    def _request_outputs(
         self,
         wanted: dict[str | int, list[OutputCallback]],
         task: RefitTask,
@@ -137,49 +139,53 @@ class ObservationCollector:
         listener: OutputListener,
     ) -> None:
         point = task.here if small else task.there
-        places = point.trail.places if small else point.trail.places[task.origin]
-        starts: list[int] = []  # additions made when the layer was done: with another number of them, others follow
+        places = point.tracked.places if small else point.tracked.places[task.origin]
+        starts: list[
+            int
+        ] = []  # additions made when the layer was done: with another number of them, other_needs follow
 
-        def done(used: LayerUse | None, output: Tensor) -> None:
+        def mark_start(used: LayerUse | None, output: Tensor) -> None:
             starts.append(listener.sums)
 
-        def taking(used: LayerUse | None, output: Tensor) -> None:
+        def record(used: LayerUse | None, output: Tensor) -> None:
             if point.sum is None or starts == [point.start]:
                 values = take_values(output, point.axis, places.clamp_min(0), rows(output, point.axis)[0])
                 found.append(values.masked_fill(~task.live, 0))
 
         if point.sum is not None:
-            wanted.setdefault(point.layer, []).append(done)
-        wanted.setdefault(point.module if point.sum is None else point.sum, []).append(taking)
+            wanted.setdefault(point.layer, []).append(mark_start)
+        wanted.setdefault(point.module if point.sum is None else point.sum, []).append(record)
 
-    def _inputs(self, task: RefitTask, part: InputPart, found: LayerObservations) -> OutputCallback:
-        rule = self._spots(task, part)
+    def _record_inputs(self, task: RefitTask, part: InputPart, found: LayerObservations) -> OutputCallback:
+        rule = self._position_rule(task, part)
 
-        def taking(used: LayerUse | None, output: Tensor) -> None:
+        def record(used: LayerUse | None, output: Tensor) -> None:
             assert used is not None
             rows, where = rule(output, task.here.axis)
             found.inputs.append(used.inputs(output.shape, rows))
             found.where.append(where)
 
-        return taking
+        return record
 
-    def _spots(self, task: RefitTask, part: InputPart) -> PositionRule:
-        """Where the layer is looked at: anywhere, or where the layer behind it reads."""
-        feed = task.feed
-        if feed is None:
-            return self._drawn(task, part)
+    def _position_rule(self, task: RefitTask, part: InputPart) -> PositionRule:
+        """Where the layer is looked at: anywhere, or where the layer next_values it reads."""
+        next_layer = task.next_layer
+        if next_layer is None:
+            return self._draw_positions(task, part)
 
         def rule(output: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-            total = output.numel() // output.shape[axis] // prod(feed.sizes) * prod(feed.out)
-            read = feed.use.spots(feed.sizes, feed.out, self.positions.of(part, feed.density, total, output.device))
+            total = output.numel() // output.shape[axis] // prod(next_layer.sizes) * prod(next_layer.out)
+            read = next_layer.use.read_positions(
+                next_layer.sizes, next_layer.out, self.positions.of(part, next_layer.density, total, output.device)
+            )
             assert read is not None
             where = (read.flatten() >= 0).nonzero().flatten()
             return read.flatten()[where], where
 
         return rule
 
-    def _drawn(self, task: RefitTask, part: InputPart) -> PositionRule:
-        density = task.density if task.feed is None else task.feed.density
+    def _draw_positions(self, task: RefitTask, part: InputPart) -> PositionRule:
+        density = task.density if task.next_layer is None else task.next_layer.density
 
         def rule(output: Tensor, axis: int) -> tuple[Tensor, Tensor]:
             total = output.numel() // output.shape[axis]
@@ -201,11 +207,15 @@ class LayerObservations:
     inputs: list[Tensor]  # (G, R, K)
     values: list[Tensor]  # (R, C)
     where: list[Tensor]  # (R,)
-    behind: list[Tensor]  # (R', C') of the layer that reads it
+    next_values: list[Tensor]  # (R', C') of the layer that reads it
 
     def is_whole(self, task: RefitTask, parts: int, small: bool) -> bool:
         """Every part has given what the task wants."""
-        wanted = [self.values, *([self.inputs] if small else []), *([] if task.feed is None else [self.behind])]
+        wanted = [
+            self.values,
+            *([self.inputs] if small else []),
+            *([] if task.next_layer is None else [self.next_values]),
+        ]
         return all(len(values) == parts for values in wanted)
 
     def rows(self, target: LayerObservations, chosen: list[int]) -> LayerEquations:
@@ -218,7 +228,7 @@ def _check_finite(
     parts: Sequence[InputPart], tasks: Sequence[RefitTask], found: Mapping[str, LayerObservations]
 ) -> None:
     """All at once: a GPU would wait for every single answer."""
-    named = [pair for task in tasks for pair in _named(task, found[task.layer])]
+    named = [pair for task in tasks for pair in _list_values(task, found[task.layer])]
     if not named:
         return
     fine = [torch.isfinite(values[k]).all() for k in range(len(parts)) for _, values in named]
@@ -231,10 +241,10 @@ def _check_finite(
             )
 
 
-def _named(task: RefitTask, seen: LayerObservations) -> list[tuple[str, list[Tensor]]]:
+def _list_values(task: RefitTask, seen: LayerObservations) -> list[tuple[str, list[Tensor]]]:
     """Whose values they are; the original's layers are not asked for their inputs."""
-    reader = task.layer if task.feed is None else task.feed.task.layer
-    every = [(task.layer, seen.inputs), (task.layer, seen.values), (reader, seen.behind)]
+    reader = task.layer if task.next_layer is None else task.next_layer.task.layer
+    every = [(task.layer, seen.inputs), (task.layer, seen.values), (reader, seen.next_values)]
     return [(layer, values) for layer, values in every if values]
 
 
@@ -252,25 +262,29 @@ def _split_parts(parts: Sequence[InputPart]) -> tuple[list[int], list[int]]:
 
 
 def build_two_layer_equations(
-    model: nn.Module, feed: NextLayer, parts: Sequence[InputPart], now: LayerObservations, target: LayerObservations
+    model: nn.Module,
+    next_layer: NextLayer,
+    parts: Sequence[InputPart],
+    now: LayerObservations,
+    target: LayerObservations,
 ) -> tuple[TwoLayerEquations, TwoLayerEquations]:
     """The same with the layer that reads it."""
-    fitted, held = (_build_two_layer_side(model, feed, now, target, chosen) for chosen in _split_parts(parts))
+    fitted, held = (_build_two_layer_side(model, next_layer, now, target, chosen) for chosen in _split_parts(parts))
     return fitted, held
 
 
 def _build_two_layer_side(
-    model: nn.Module, feed: NextLayer, now: LayerObservations, target: LayerObservations, chosen: list[int]
+    model: nn.Module, next_layer: NextLayer, now: LayerObservations, target: LayerObservations, chosen: list[int]
 ) -> TwoLayerEquations:
-    reader = model.get_submodule(feed.task.layer)
-    W, factor = get_matrix(reader), feed.task.here.trail.factor * feed.task.live
-    taps = feed.taps
-    sizes = [len(now.behind[k]) * taps for k in chosen]
+    reader = model.get_submodule(next_layer.task.layer)
+    W, factor = get_matrix(reader), next_layer.task.here.tracked.factor * next_layer.task.live
+    taps = next_layer.taps
+    sizes = [len(now.next_values[k]) * taps for k in chosen]
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     where = torch.cat([now.where[k] + start for k, start in zip(chosen, starts, strict=True)])
-    behind, goal = (torch.cat([x.behind[k] for k in chosen]) for x in (now, target))
+    next_values, goal = (torch.cat([x.next_values[k] for k in chosen]) for x in (now, target))
     chain = TwoLayerEquations(
-        now.rows(target, chosen), where, taps, count_groups(reader), feed.act, goal, behind, behind
+        now.rows(target, chosen), where, taps, count_groups(reader), next_layer.act, goal, next_values, next_values
     )
-    given = compute_outputs(chain.inputs(feed.act(chain.first.now)), W.mT) * factor
-    return replace(chain, rest=behind - given)
+    given = compute_outputs(chain.inputs(next_layer.act(chain.first.now)), W.mT) * factor
+    return replace(chain, rest=next_values - given)

@@ -16,15 +16,15 @@ from sosp.refit.layer_matrix import get_matrix, set_matrix
 
 
 @torch.no_grad()
-def restore_filter_lengths(small: nn.Module, twin: nn.Module, trails: ChannelTracker, layers: list[str]) -> None:
-    """The filters of some layers of ``twin`` become as long as in ``small``, where batch norms make up for it."""
+def restore_filter_lengths(small: nn.Module, repaired: nn.Module, tracker: ChannelTracker, layers: list[str]) -> None:
+    """The filters of some layers of ``repaired`` become as long as in ``small``, where batch norms make up for it."""
     for name in layers:
-        trail = trails.bases[name].trail
-        norm: Any = twin.get_submodule(trail.norm) if trail.norm else None
-        layer = twin.get_submodule(name)
+        tracked = tracker.bases[name].tracked
+        norm: Any = repaired.get_submodule(tracked.norm) if tracked.norm else None
+        layer = repaired.get_submodule(name)
         fits = isinstance(norm, nn.modules.batchnorm._NormBase) and norm.weight is not None
-        if fits and trails.is_read_once(name) and not _has_repeated_channels(layer):
-            _scale(layer, norm, trail, _lengths(small.get_submodule(name)) / _lengths(layer))
+        if fits and tracker.is_read_once(name) and not _has_repeated_channels(layer):
+            _scale_filters(layer, norm, tracked, _compute_lengths(small.get_submodule(name)) / _compute_lengths(layer))
 
 
 def _has_repeated_channels(layer: nn.Module) -> bool:
@@ -33,16 +33,16 @@ def _has_repeated_channels(layer: nn.Module) -> bool:
     return scatter is not None and len(scatter.source.unique()) < len(scatter.source)
 
 
-def _lengths(layer: Any) -> Tensor:
+def _compute_lengths(layer: Any) -> Tensor:
     """(C,) of the filters."""
     return get_matrix(layer).flatten(0, 1).double().norm(dim=1)
 
 
-def _scale(layer: Any, norm: Any, trail: TrackedChannels, by: Tensor) -> None:
+def _scale_filters(layer: Any, norm: Any, tracked: TrackedChannels, by: Tensor) -> None:
     """Filters times positive numbers, (C,); the norm computes what it did. Numbers that are none mean nothing."""
-    assert trail.within is not None
-    good = (by > 0) & by.isfinite() & (trail.within >= 0)
-    by, channels = torch.where(good, by, 1), trail.within[good]
+    assert tracked.norm_channels is not None
+    good = (by > 0) & by.isfinite() & (tracked.norm_channels >= 0)
+    by, channels = torch.where(good, by, 1), tracked.norm_channels[good]
     old = get_matrix(layer)
     set_matrix(layer, (by.reshape(*old.shape[:2], 1) * old).to(old.dtype))
     if layer.bias is not None:

@@ -30,7 +30,7 @@ class ForwardWatcher(TorchFunctionMode):
         super().__init__()
         self.model = model
         self.inside: list[str] = [""]
-        self.resting = 0  # so many layers and norms are at work
+        self.layers_running = 0  # so many layers and norms are at work
         self.used: LayerUse | None = None  # how the layer at work used its weight
 
     def op(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -43,12 +43,12 @@ class ForwardWatcher(TorchFunctionMode):
     def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         """It is done, and its channels are in their places."""
 
-    def minds(self, module: nn.Module) -> bool:
+    def watches(self, module: nn.Module) -> bool:
         """Wants to know of it."""
         return True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.resting:
+        if not self.layers_running:
             return self.op(func, args, kwargs or {})
         if (name := find_op_name(func)) in DENSE:
             self.used = self.used or find_layer_use(self.model.get_submodule(self.inside[-1]), name, args, kwargs or {})
@@ -59,29 +59,29 @@ class ForwardWatcher(TorchFunctionMode):
         """Watch while the model runs."""
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
-                if self.minds(module):
+                if self.watches(module):
                     stack.callback(
-                        module.register_forward_pre_hook(self._before(name, is_layer_or_norm(module))).remove
+                        module.register_forward_pre_hook(self._make_pre_hook(name, is_layer_or_norm(module))).remove
                     )
-                    stack.callback(module.register_forward_hook(self._behind(name, is_layer_or_norm(module))).remove)
+                    stack.callback(module.register_forward_hook(self._make_hook(name, is_layer_or_norm(module))).remove)
             stack.enter_context(self)
             yield
 
-    def _before(self, name: str, rests: bool) -> Callable[..., None]:
+    def _make_pre_hook(self, name: str, is_layer: bool) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
             self.enter(name, module, args)
             self.inside.append(name)
-            if rests:
-                self.resting += 1
+            if is_layer:
+                self.layers_running += 1
                 self.used = None
 
         return hook
 
-    def _behind(self, name: str, rests: bool) -> Callable[..., None]:
+    def _make_hook(self, name: str, is_layer: bool) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             self.leave(name, module, args, output)
             self.inside.pop()
-            self.resting -= rests
+            self.layers_running -= is_layer
 
         return hook
 
@@ -101,13 +101,13 @@ class OutputListener(ForwardWatcher):
         self.wanted: dict[str | int, Sequence[OutputCallback]] = {}
         self.sums = 0  # so far
 
-    def minds(self, module: nn.Module) -> bool:
+    def watches(self, module: nn.Module) -> bool:
         return is_layer_or_norm(module)
 
     def listen(self, wanted: Mapping[str | int, Sequence[OutputCallback]], run: Callable[[nn.Module], Any]) -> None:
         """Run the network as far as needed."""
         self.wanted, self.sums = dict(wanted), 0
-        self.inside, self.resting = [""], 0  # a pass that ended early never left some modules
+        self.inside, self.layers_running = [""], 0  # a pass that ended early never left some modules
         with suppress(PassCompleteError):
             run(self.model)
 
@@ -125,8 +125,8 @@ class OutputListener(ForwardWatcher):
     def take(self, key: str | int, used: LayerUse | None, output: Tensor) -> None:
         """What is wanted of it is taken at once: it may be written into."""
         with torch._C.DisableTorchFunction():
-            for taking in self.wanted.pop(key, ()):
-                taking(used, output)
+            for callback in self.wanted.pop(key, ()):
+                callback(used, output)
         if not self.wanted:
             raise PassCompleteError
 

@@ -82,15 +82,15 @@ class LayerUse:
             return self.x.reshape(-1, self.x.shape[-1]).index_select(0, rows)[None]
         d = len(self.kernel)
         x, sizes = self.x.reshape(-1, *self.x.shape[-d - 1 :]), tuple(shape[-d:])
-        x = F.pad(self._spread(x), [n for edges in reversed(self.padding) for n in edges])
+        x = F.pad(self._insert_zeros(x), [n for edges in reversed(self.padding) for n in edges])
         stride = (1,) * d if self.transposed else self.stride
         taps = torch.arange(prod(self.kernel), device=x.device)
-        corners = _numbers(rows % prod(sizes), sizes, stride, x.shape[-d:])
-        places = corners[:, None] + _numbers(taps, self.kernel, self.dilation, x.shape[-d:])
+        corners = _flatten_positions(rows % prod(sizes), sizes, stride, x.shape[-d:])
+        places = corners[:, None] + _flatten_positions(taps, self.kernel, self.dilation, x.shape[-d:])
         found = x.flatten(2)[(rows // prod(sizes))[:, None], :, places]  # (R, taps, channels)
         return found.transpose(1, 2).reshape(len(rows), self.groups, -1).transpose(0, 1)
 
-    def _spread(self, x: Tensor) -> Tensor:
+    def _insert_zeros(self, x: Tensor) -> Tensor:
         """Zeros in between, such that an ordinary convolution of stride 1 does what a transposed one does."""
         for k, stride in enumerate(self.stride if self.transposed else (), 2):
             sizes = list(x.shape)
@@ -99,7 +99,7 @@ class LayerUse:
             x = x.new_zeros(sizes).index_copy(k, index, x)
         return x
 
-    def spots(self, sizes: Sizes, out: Sizes, rows: Tensor) -> Tensor | None:
+    def read_positions(self, sizes: Sizes, out: Sizes, rows: Tensor) -> Tensor | None:
         """(R, T): the positions of its input that are read at positions of the output, -1 beyond the edge.
 
         ``sizes`` and ``out`` are those of an example, without channels; None for a transposed convolution.
@@ -119,7 +119,7 @@ class LayerUse:
         return torch.where(inside, found + rows[:, None] // prod(out) * prod(sizes), -1)
 
 
-def _numbers(index: Tensor, sizes: Sizes, steps: Sizes, within: Sequence[int]) -> Tensor:
+def _flatten_positions(index: Tensor, sizes: Sizes, steps: Sizes, within: Sequence[int]) -> Tensor:
     """Positions in a box of ``sizes``, walked in ``steps``, as numbers in a larger box."""
     found, step = torch.zeros_like(index), 1
     for size, stride, width in zip(reversed(sizes), reversed(steps), reversed(within), strict=True):
@@ -136,24 +136,26 @@ def find_layer_use(layer: Any, op: str, args: Any, kwargs: Mapping[str, Any]) ->
     if op not in CONVOLUTIONS | TRANSPOSED:
         return LayerUse(given["input"])
     kernel = tuple(layer.weight.shape[2:])
-    stride, dilation = (_each(given.get(key, 1), kernel) for key in ("stride", "dilation"))
+    stride, dilation = (_repeat_per_axis(given.get(key, 1), kernel) for key in ("stride", "dilation"))
     transposed = op in TRANSPOSED
-    padding = _edges(given, kernel, dilation, transposed)
+    padding = _compute_padding(given, kernel, dilation, transposed)
     return LayerUse(given["input"], kernel, stride, dilation, padding, int(given.get("groups", 1)), transposed)
 
 
-def _each(value: Any, kernel: Sizes) -> Sizes:
+def _repeat_per_axis(value: Any, kernel: Sizes) -> Sizes:
     """One number for all axes, or one for each."""
     return (value,) * len(kernel) if isinstance(value, int) else tuple(value) * (len(kernel) // len(value))
 
 
-def _edges(given: Mapping[str, Any], kernel: Sizes, dilation: Sizes, transposed: bool) -> tuple[tuple[int, int], ...]:
+def _compute_padding(
+    given: Mapping[str, Any], kernel: Sizes, dilation: Sizes, transposed: bool
+) -> tuple[tuple[int, int], ...]:
     """Zeros before and behind, along every axis."""
-    padding, spans = given.get("padding", 0), [r * (k - 1) for k, r in zip(kernel, dilation, strict=True)]
+    padding, extents = given.get("padding", 0), [r * (k - 1) for k, r in zip(kernel, dilation, strict=True)]
     if isinstance(padding, str):
-        return tuple((span // 2, span - span // 2) if padding == "same" else (0, 0) for span in spans)
-    edges = _each(padding, kernel)
+        return tuple((extent // 2, extent - extent // 2) if padding == "same" else (0, 0) for extent in extents)
+    edges = _repeat_per_axis(padding, kernel)
     if not transposed:
         return tuple((edge, edge) for edge in edges)
-    more = _each(given.get("output_padding", 0), kernel)
-    return tuple((s - e, s - e + m) for s, e, m in zip(spans, edges, more, strict=True))
+    more = _repeat_per_axis(given.get("output_padding", 0), kernel)
+    return tuple((s - e, s - e + m) for s, e, m in zip(extents, edges, more, strict=True))

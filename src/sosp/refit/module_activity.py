@@ -29,7 +29,7 @@ class AttributeSnapshot:
         own = dict(module.__dict__)
         return cls(own, {key: len(value) for key, value in own.items() if isinstance(value, (list, dict))})
 
-    def is_still(self, now: AttributeSnapshot) -> bool:
+    def is_unchanged(self, now: AttributeSnapshot) -> bool:
         same = all(value is now.values.get(key) for key, value in self.values.items())
         return same and len(self.values) == len(now.values) and self.sizes == now.sizes
 

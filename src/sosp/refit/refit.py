@@ -69,18 +69,18 @@ def repair(
     started = time.perf_counter()
     recipes = find_recipes_between(small, model)
     chunks = read_chunks(data, examples, find_device(small), seed)
-    twin = copy.deepcopy(small)
-    with borrow_model(model), borrow_model(twin), torch.no_grad():
-        pair = track_networks(twin, model, recipes, chunks[0].rows(0, min(4, chunks[0].size)))
+    repaired = copy.deepcopy(small)
+    with borrow_model(model), borrow_model(repaired), torch.no_grad():
+        pair = track_networks(repaired, model, recipes, chunks[0].rows(0, min(4, chunks[0].size)))
         parts = split_chunks(chunks, pair.widest, find_device(small))
         tasks, left = plan_tasks(pair, parts)
-        found = _run_sweeps(RepairSetup(twin, model, parts, loss, PositionSampler(seed), pair.here), tasks, sweeps)
-    twin.load_state_dict(found.state)  # borrowing gave the old statistics back
-    restore_filter_lengths(small, twin, pair.here, [task.layer for task in tasks])
+        found = _run_sweeps(RepairSetup(repaired, model, parts, loss, PositionSampler(seed), pair.here), tasks, sweeps)
+    repaired.load_state_dict(found.state)  # borrowing gave the old statistics back
+    restore_filter_lengths(small, repaired, pair.here, [task.layer for task in tasks])
     known = {error.layer: error for error in found.errors}
     layers = [known.get(n) or LayerRepair(n, 0.0, 0.0, None, 0, 0, left[n]) for n in pair.here.order]
     total, seconds = sum(part.chunk.size for part in parts), time.perf_counter() - started
-    return Repaired(twin, tuple(layers), found.before, found.after, total, seconds, found.classes)
+    return Repaired(repaired, tuple(layers), found.before, found.after, total, seconds, found.classes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class RepairSetup:
     parts: list[InputPart]
     loss: str
     positions: PositionSampler
-    trails: ChannelTracker  # of the small one
+    tracker: ChannelTracker  # of the small one
 
     @property
     def inputs(self) -> int:
@@ -100,10 +100,10 @@ class RepairSetup:
 
     def measure(self, task: RefitTask) -> ErrorMeasure:
         """How wrong a layer is."""
-        return _outputs(self.loss, len(task.live)) if task.logits else build_squared_error(task.here.clip)
+        return _output_measure(self.loss, len(task.live)) if task.logits else build_squared_error(task.here.clip)
 
 
-def _outputs(loss: str, width: int) -> ErrorMeasure:
+def _output_measure(loss: str, width: int) -> ErrorMeasure:
     return build_divergence() if _are_classes(loss, width) else build_squared_error(FULL_RANGE)
 
 
@@ -126,11 +126,11 @@ class RepairOutcome:
 def _run_sweeps(work: RepairSetup, tasks: Sequence[RefitTask], sweeps: int) -> RepairOutcome:
     """Go through the network; back to the start if all of it together is no better for it."""
     theirs = collect_outputs(work.model, work.parts)
-    measure, classes = _outputs(work.loss, theirs.shape[1]), _are_classes(work.loss, theirs.shape[1])
+    measure, classes = _output_measure(work.loss, theirs.shape[1]), _are_classes(work.loss, theirs.shape[1])
     old = {name: x.clone() for name, x in work.small.state_dict().items()}
     before = OutputAgreement.of(collect_outputs(work.small, work.parts), theirs, measure, classes=classes)
     for _ in range(sweeps):
-        errors = list(_sweep(work, tasks))
+        errors = list(_sweep_layers(work, tasks))
     after = OutputAgreement.of(collect_outputs(work.small, work.parts), theirs, measure, classes=classes)
     if after.error < before.error:
         state = {n: x.clone() for n, x in work.small.state_dict().items()}
@@ -140,19 +140,19 @@ def _run_sweeps(work: RepairSetup, tasks: Sequence[RefitTask], sweeps: int) -> R
     return RepairOutcome(old, kept, before.agreement, before.agreement, classes)
 
 
-def _sweep(work: RepairSetup, tasks: Sequence[RefitTask]) -> Iterator[LayerRepair]:
+def _sweep_layers(work: RepairSetup, tasks: Sequence[RefitTask]) -> Iterator[LayerRepair]:
     """All layers once, each with all before it repaired."""
-    memory = BlockCache(work.small, work.trails)
+    cache = BlockCache(work.small, work.tracker)
     for some in _split_by_memory(tasks, work.inputs):
         targets = ObservationCollector(work.model, work.parts, work.positions).values(some, small=False)
         for group in track_progress(list(group_tasks(some)), "repair"):
-            now = ObservationCollector(work.small, work.parts, work.positions, memory).values(group, small=True)
+            now = ObservationCollector(work.small, work.parts, work.positions, cache).values(group, small=True)
             for task in group:
                 seen, target = now.pop(task.layer, None), targets.pop(task.layer, None)
                 if seen is None or target is None:
                     yield LayerRepair(task.layer, 0.0, 0.0, None, 0, 0, FAILED_ON_SOME_INPUTS)
                 else:
-                    yield _refit(work, task, seen, target)
+                    yield _refit_layer(work, task, seen, target)
 
 
 def _split_by_memory(tasks: Sequence[RefitTask], inputs: int) -> Iterator[list[RefitTask]]:
@@ -170,13 +170,13 @@ def _split_by_memory(tasks: Sequence[RefitTask], inputs: int) -> Iterator[list[R
         yield some
 
 
-def _refit(work: RepairSetup, task: RefitTask, now: LayerObservations, target: LayerObservations) -> LayerRepair:
+def _refit_layer(work: RepairSetup, task: RefitTask, now: LayerObservations, target: LayerObservations) -> LayerRepair:
     """Fit one layer, and write it down if that makes it better."""
     unknowns = get_matrix(work.small.get_submodule(task.layer)).shape[2] + 1
     rows, held = build_equations(work.parts, now, target)
     measure, inputs = work.measure(task), StandardisedInputs(rows.X, has_bias_or_norm(work.small, task))
     error, found = float(measure.error(held.now, held.target)), fit_weights(rows, held, measure, inputs)
-    if task.feed is not None:
+    if task.next_layer is not None:
         error, found = _fit_two_layers(work, task, now, target, inputs, found)
     if found is None or not found.after < error:
         return LayerRepair(task.layer, error, error, None, unknowns, len(rows.now))
@@ -193,8 +193,8 @@ def _fit_two_layers(
     own: LayerFit | None,
 ) -> tuple[float, LayerFit | None]:
     """The error of the layer that reads this one, and the fit that is best for it."""
-    assert task.feed is not None
-    fitted, held = build_two_layer_equations(work.small, task.feed, work.parts, now, target)
-    measure = work.measure(task.feed.task)
+    assert task.next_layer is not None
+    fitted, held = build_two_layer_equations(work.small, task.next_layer, work.parts, now, target)
+    measure = work.measure(task.next_layer.task)
     found = None if own is None else TwoLayerSearch(fitted, held, measure, inputs).best(own)
     return float(measure.error(held.present, held.target)), found

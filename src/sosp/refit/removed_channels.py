@@ -19,7 +19,7 @@ class RemovalHistory:
         self.left = {layer.name: np.arange(layer.channels) for layer in structures.layers}  # in the original's numbers
         self.gone = {layer.name: np.zeros(layer.channels, dtype=bool) for layer in structures.layers}
 
-    def cut(self, plan: Plan) -> None:
+    def record(self, plan: Plan) -> None:
         """Record that the network of this plan, as the cuts so far have left it, was cut by the plan."""
         for name, channels in plan.mask.removed.items():
             self.gone[name][self.left[name][channels.cpu().numpy()]] = True

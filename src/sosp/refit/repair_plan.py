@@ -55,7 +55,7 @@ class NetworkPair:
     @property
     def aligned(self) -> bool:
         """Their sums are the same ones, one by one."""
-        return self.here.homes == self.there.homes
+        return self.here.sum_modules == self.there.sum_modules
 
 
 def track_networks(small: nn.Module, model: nn.Module, recipes: tuple[Recipe, ...], chunk: Chunk) -> NetworkPair:
@@ -74,25 +74,25 @@ def plan_tasks(pair: NetworkPair, parts: Sequence[InputPart]) -> tuple[list[Refi
     """The layers to refit in the order of the network, and why others are left alone."""
     tasks: list[RefitTask] = []
     left: dict[str, str] = {}
-    wrong, owners = _find_unfit_layers(pair), _owners(pair.small)
+    wrong, owners = _find_unfit_layers(pair), _count_owners(pair.small)
     inputs = sum(part.chunk.size for part in parts if not part.held)
     for number, name in enumerate(pair.here.order):
-        reason = wrong.get(name) or _reason(pair, name, owners)
-        task = None if reason else _task(pair, name, number, inputs)
+        reason = wrong.get(name) or _explain_skip(pair, name, owners)
+        task = None if reason else _make_task(pair, name, number, inputs)
         if task is None:
             left[name] = reason or "it cannot be told which channels it has kept"
         elif not bool(task.live.any()):
             left[name] = "nothing of it can be seen from where it is compared"
         else:
             tasks.append(task)
-    _warn(pair, tasks, inputs)
+    _warn_few_inputs(pair, tasks, inputs)
     return _attach_next_layers(pair, tasks, inputs), left
 
 
-def _reason(pair: NetworkPair, name: str, owners: Counter[int]) -> str:
+def _explain_skip(pair: NetworkPair, name: str, owners: Counter[int]) -> str:
     """Why a layer cannot be refitted."""
     layer = pair.small.get_submodule(name)
-    norm = pair.here.bases[name].trail.norm
+    norm = pair.here.bases[name].tracked.norm
     if pair.here.times[name] > 1:
         return "it is called several times"
     if not is_plain(layer):
@@ -101,25 +101,25 @@ def _reason(pair: NetworkPair, name: str, owners: Counter[int]) -> str:
         return "it shares its weight with another module"
     if pair.here.times[norm] > 1:
         return "its norm serves several layers"
-    if name not in pair.there.bases or pair.there.bases[name].trail.norm != norm:
+    if name not in pair.there.bases or pair.there.bases[name].tracked.norm != norm:
         return "the original network calls it in another way"
     return ""
 
 
-def _owners(model: nn.Module) -> Counter[int]:
+def _count_owners(model: nn.Module) -> Counter[int]:
     """How many modules hold each parameter."""
     return Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
 
 
-def _task(pair: NetworkPair, name: str, number: int, inputs: int) -> RefitTask | None:
-    here, there = _points(pair, name)
+def _make_task(pair: NetworkPair, name: str, number: int, inputs: int) -> RefitTask | None:
+    here, there = _find_points(pair, name)
     layer: Any = pair.small.get_submodule(name)
-    origin = find_original_channels(name, layer, pair.recipes, len(there.trail.places))
+    origin = find_original_channels(name, layer, pair.recipes, len(there.tracked.places))
     if origin is None:
         return None
-    origin = origin.to(here.trail.places.device)
+    origin = origin.to(here.tracked.places.device)
     W = get_matrix(layer)
-    live = (here.trail.places >= 0) & (there.trail.places[origin] >= 0) & (here.trail.factor != 0)
+    live = (here.tracked.places >= 0) & (there.tracked.places[origin] >= 0) & (here.tracked.factor != 0)
     live &= W.flatten(0, 1).any(1)  # a channel that is kept as zeros stays zero
     rows = min(ROWS, BYTES // (W.element_size() * W.shape[0] * W.shape[2]))
     logits = here.sum is None and pair.here.now[name].tensor is pair.logits
@@ -131,12 +131,14 @@ def _attach_next_layers(pair: NetworkPair, tasks: list[RefitTask], inputs: int) 
     readers: dict[str, NextLayer] = {}
     by_name = {task.layer: task for task in tasks}
     for reader in tasks:
-        found = pair.here.feeding(reader.layer)
+        found = pair.here.find_source(reader.layer)
         source = None if found is None else by_name.get(found[0])
-        feed = None if found is None or source is None else _find_next_layer(pair, source, reader, found[1], inputs)
-        if source is not None and feed is not None:
-            readers[source.layer] = feed
-    return [replace(task, feed=readers.get(task.layer)) for task in tasks]
+        next_layer = (
+            None if found is None or source is None else _find_next_layer(pair, source, reader, found[1], inputs)
+        )
+        if source is not None and next_layer is not None:
+            readers[source.layer] = next_layer
+    return [replace(task, next_layer=readers.get(task.layer)) for task in tasks]
 
 
 def _find_next_layer(
@@ -145,7 +147,7 @@ def _find_next_layer(
     """None where the two do not meet place by place, all channels and all zeros beyond the edge."""
     read, made = pair.here.given[reader.layer].tensor, pair.here.now[reader.layer].tensor
     every = torch.arange(read.shape[source.here.axis], device=source.live.device)
-    if not bool(source.live.all()) or not torch.equal(source.here.trail.places, every):
+    if not bool(source.live.all()) or not torch.equal(source.here.tracked.places, every):
         return None
     use = pair.here.weights[reader.layer]
     if source.here.axis != reader.here.axis or use is None or use.transposed or use.x is not read:
@@ -155,15 +157,15 @@ def _find_next_layer(
     W = get_matrix(pair.small.get_submodule(source.layer))
     widest = W.shape[0] * max(W.shape[2], 4 * W.shape[1])  # a dozen tensors of its outputs are alive at once
     rows = min(2 * ROWS, BYTES // (W.element_size() * widest)) / prod(use.kernel)
-    others = reader.here.needs if reader.here.needs != source.number else -1
-    return NextLayer(reader, act, use, sizes, out, min(rows, ROWS) / inputs, others)
+    other_needs = reader.here.needs if reader.here.needs != source.number else -1
+    return NextLayer(reader, act, use, sizes, out, min(rows, ROWS) / inputs, other_needs)
 
 
-def _points(pair: NetworkPair, name: str) -> tuple[ComparisonPoint, ComparisonPoint]:
+def _find_points(pair: NetworkPair, name: str) -> tuple[ComparisonPoint, ComparisonPoint]:
     """Behind a sum where both networks have it, otherwise behind the layer's own norm."""
     here = pair.here.points[name]
     if here.sum is not None and pair.aligned and name in pair.there.sums[here.sum]:
-        return here, replace(pair.there.bases[name], trail=pair.there.sums[here.sum][name], sum=here.sum)
+        return here, replace(pair.there.bases[name], tracked=pair.there.sums[here.sum][name], sum=here.sum)
     base = pair.here.bases[name]
     return replace(base, clip=FULL_RANGE if here.sum is not None else here.clip), pair.there.bases[name]
 
@@ -172,11 +174,11 @@ def _find_unfit_layers(pair: NetworkPair) -> dict[str, str]:
     """The layers that compute something else than their weights times their inputs."""
     wrong: dict[str, str] = {}
 
-    def trying(name: str) -> Any:
+    def make_check(name: str) -> Any:
         layer: Any = pair.small.get_submodule(name)
-        axis, places = pair.here.bases[name].axis, _own_places(pair, name)
+        axis, places = pair.here.bases[name].axis, _find_own_places(pair, name)
 
-        def taking(used: LayerUse | None, output: Tensor) -> None:
+        def check(used: LayerUse | None, output: Tensor) -> None:
             rows = torch.arange(min(TRIED, output.numel() // output.shape[axis]), device=output.device)
             theirs = take_values(output, axis, places.clamp_min(0), rows)
             ours = torch.full_like(theirs, torch.nan)
@@ -187,20 +189,20 @@ def _find_unfit_layers(pair: NetworkPair) -> dict[str, str]:
             if not error < 1e-2:  # half precision and TF32 stay below
                 wrong[name] = "it computes something else than its weights times its inputs"
 
-        return taking
+        return check
 
     plain = [n for n in pair.here.order if is_plain(pair.small.get_submodule(n))]
-    listen_to_outputs(pair.small, {name: [trying(name)] for name in plain}, pair.chunk.run)
+    listen_to_outputs(pair.small, {name: [make_check(name)] for name in plain}, pair.chunk.run)
     return wrong
 
 
-def _own_places(pair: NetworkPair, name: str) -> Tensor:
+def _find_own_places(pair: NetworkPair, name: str) -> Tensor:
     """Where the layer's own channels are when they leave it."""
-    trail = pair.here.bases[name].trail
-    return trail.places if trail.within is None else trail.within
+    tracked = pair.here.bases[name].tracked
+    return tracked.places if tracked.norm_channels is None else tracked.norm_channels
 
 
-def _warn(pair: NetworkPair, tasks: Sequence[RefitTask], inputs: int) -> None:
+def _warn_few_inputs(pair: NetworkPair, tasks: Sequence[RefitTask], inputs: int) -> None:
     """Say how many inputs would be needed where there are too few."""
     short: list[tuple[int, str, int, int]] = []
     for task in tasks:

@@ -46,10 +46,10 @@ class TwoLayerEquations:
         rows = full.view(len(self.target), self.taps, self.groups, -1)
         return rows.permute(2, 0, 3, 1).flatten(2)
 
-    def back(self, missing: Tensor) -> Tensor:
+    def back(self, residual: Tensor) -> Tensor:
         """(n, C) from (G, R, K), the transpose of ``inputs``."""
-        G, R, _ = missing.shape
-        full = missing.view(G, R, -1, self.taps).permute(1, 3, 0, 2).reshape(R * self.taps, -1)
+        G, R, _ = residual.shape
+        full = residual.view(G, R, -1, self.taps).permute(1, 3, 0, 2).reshape(R * self.taps, -1)
         return full[self.where]
 
 
@@ -107,7 +107,7 @@ class TwoLayerSearch:
     def best(self, own: LayerFit) -> LayerFit | None:
         """From the layer as it is, or as it was fitted to its own targets, by steps; None if it is best as it is."""
         none = replace(own, delta=torch.zeros_like(own.delta), shift=torch.zeros_like(own.shift))
-        still, fitted = (self.solved(fit, RIDGES) for fit in (none, own))
+        still, fitted = (self.solve_second(fit, RIDGES) for fit in (none, own))
         state = min(still, fitted, key=lambda s: s.fit.after)
         for _ in range(STEPS):
             new = self.step(state)
@@ -116,7 +116,7 @@ class TwoLayerSearch:
             state = new
         return state.fit if state.fit.after < still.fit.after else None
 
-    def solved(self, fit: LayerFit, ridges: Sequence[float], hidden: Tensor | None = None) -> TwoLayerState:
+    def solve_second(self, fit: LayerFit, ridges: Sequence[float], hidden: Tensor | None = None) -> TwoLayerState:
         """The second layer for a choice of the first, which gives ``hidden``."""
         hidden = _first_layer_outputs(self.fitted, fit) if hidden is None else hidden
         given, tested = (
@@ -132,24 +132,24 @@ class TwoLayerSearch:
         """Along what the second layer misses and along the last step, as far as both together help it."""
         chain, weights = self.fitted, state.second.weights
         slope = _slope(chain.act, state.hidden)
-        missing = chain.wanted - state.second.outputs(chain.inputs(chain.act(state.hidden)))
-        wish = chain.back(split_groups(missing, chain.groups) @ weights.mT) * slope
-        right, shift = self.inputs.right_side(_divide_by_curvature(wish, weights, chain.taps))
+        residual = chain.wanted - state.second.outputs(chain.inputs(chain.act(state.hidden)))
+        wanted = chain.back(split_groups(residual, chain.groups) @ weights.mT) * slope
+        right, shift = self.inputs.right_side(_divide_by_curvature(wanted, weights, chain.taps))
         change = self.inputs.solve(right, [state.fit.ridge])
         if not change:
             return state
         (steep,) = change.values()
-        ways = [FirstLayerStep(steep, shift, compute_outputs(self.inputs.Z, steep) + shift)]
-        ways += [] if state.last is None else [state.last]
+        steps = [FirstLayerStep(steep, shift, compute_outputs(self.inputs.Z, steep) + shift)]
+        steps += [] if state.last is None else [state.last]
         # What small steps change behind the second layer, (R, C2).
-        effects = [compute_outputs(chain.inputs(way.moved * slope), weights) for way in ways]
-        way = _combine_steps(ways, _fit_step_lengths(missing, effects))
-        found = self.solved(self._after(state.fit, way), [state.second.ridge], state.hidden + way.moved)
-        return replace(found, last=way)
+        effects = [compute_outputs(chain.inputs(step.moved * slope), weights) for step in steps]
+        step = _combine_steps(steps, _fit_step_lengths(residual, effects))
+        found = self.solve_second(self._after(state.fit, step), [state.second.ridge], state.hidden + step.moved)
+        return replace(found, last=step)
 
-    def _after(self, fit: LayerFit, way: FirstLayerStep) -> LayerFit:
-        delta = way.change * self.inputs.scale.mT
-        shift = fit.shift + way.shift - compute_outputs(self.inputs.mean, delta)[0]
+    def _after(self, fit: LayerFit, step: FirstLayerStep) -> LayerFit:
+        delta = step.change * self.inputs.scale.mT
+        shift = fit.shift + step.shift - compute_outputs(self.inputs.mean, delta)[0]
         return replace(fit, delta=fit.delta + delta.mT, shift=shift)
 
 
@@ -158,20 +158,21 @@ def _first_layer_outputs(chain: TwoLayerEquations, fit: LayerFit) -> Tensor:
     return chain.first.now + compute_outputs(chain.first.X, fit.delta.mT) + fit.shift
 
 
-def _combine_steps(ways: Sequence[FirstLayerStep], far: Sequence[float]) -> FirstLayerStep:
-    """So far each way."""
+def _combine_steps(steps: Sequence[FirstLayerStep], lengths: Sequence[float]) -> FirstLayerStep:
+    """So lengths each step."""
     sums = (
-        sum(f * getattr(way, name) for f, way in zip(far, ways, strict=True)) for name in ("change", "shift", "moved")
+        sum(f * getattr(step, name) for f, step in zip(lengths, steps, strict=True))
+        for name in ("change", "shift", "moved")
     )
     return FirstLayerStep(*sums)
 
 
-def _fit_step_lengths(missing: Tensor, effects: list[Tensor]) -> list[float]:
-    """How far to go each way: least squares."""
+def _fit_step_lengths(residual: Tensor, effects: list[Tensor]) -> list[float]:
+    """How lengths to go each step: least squares."""
     E = torch.stack([e.flatten() for e in effects], 1).double()
     A = E.T @ E
     A = A + 1e-12 * A.diagonal().mean().clamp_min(1e-300) * torch.eye(len(A), dtype=A.dtype, device=A.device)
-    return torch.linalg.solve(A, E.T @ missing.flatten().double()).tolist()
+    return torch.linalg.solve(A, E.T @ residual.flatten().double()).tolist()
 
 
 def _slope(act: Activation, x: Tensor) -> Tensor:
@@ -182,12 +183,12 @@ def _slope(act: Activation, x: Tensor) -> Tensor:
     return slope
 
 
-def _divide_by_curvature(wish: Tensor, weights: Tensor, taps: int) -> Tensor:
+def _divide_by_curvature(change: Tensor, weights: Tensor, taps: int) -> Tensor:
     """Divided by the curvature that the second layer's weights give its inputs, (c, c) in every group."""
     G, K, _ = weights.shape
     V = weights.reshape(G, K // taps, -1)
     M = (V @ V.mT).double()
     size = M.diagonal(dim1=1, dim2=2).mean().clamp_min(1e-300)
     M = M + DAMPING * size * torch.eye(M.shape[1], dtype=M.dtype, device=M.device)
-    found = torch.linalg.solve(M, split_groups(wish, G).double().mT)  # (G, c, n)
-    return found.permute(2, 0, 1).flatten(1).to(wish.dtype)
+    found = torch.linalg.solve(M, split_groups(change, G).double().mT)  # (G, c, n)
+    return found.permute(2, 0, 1).flatten(1).to(change.dtype)

@@ -15,29 +15,29 @@ from sosp.refit.least_squares import LayerFit, compute_outputs
 
 def has_bias_or_norm(model: nn.Module, task: RefitTask) -> bool:
     """Something behind the layer's weights can take up a constant."""
-    return bool(task.here.trail.norm) or getattr(model.get_submodule(task.layer), "bias", None) is not None
+    return bool(task.here.tracked.norm) or getattr(model.get_submodule(task.layer), "bias", None) is not None
 
 
 @torch.no_grad()
 def write_fit(model: nn.Module, task: RefitTask, fit: LayerFit, X: Tensor) -> None:
     """Change the layer; ``X``, (G, R, K), are inputs of it."""
     layer: Any = model.get_submodule(task.layer)
-    trail, live = task.here.trail, task.live
-    factor = torch.where(live, trail.factor, 1)
+    tracked, live = task.here.tracked, task.live
+    factor = torch.where(live, tracked.factor, 1)
     delta = torch.where(live, 1 / factor, 0).reshape(count_groups(layer), -1, 1) * fit.delta
     set_matrix(layer, get_matrix(layer) + delta)
-    if not trail.norm:
+    if not tracked.norm:
         if layer.bias is not None:
             layer.bias += torch.where(live, fit.shift / factor, 0)
         return
-    assert trail.within is not None
-    norm: Any = model.get_submodule(trail.norm)
+    assert tracked.norm_channels is not None
+    norm: Any = model.get_submodule(tracked.norm)
     scale = compute_norm_scale(norm)
     assert scale is not None
-    channels = trail.within[live]
+    channels = tracked.norm_channels[live]
     outputs = compute_outputs(X, get_matrix(layer).mT)[:, live].double()
     outputs = outputs if layer.bias is None else outputs + layer.bias[live]
-    later = (factor / scale[trail.within.clamp_min(0)])[live]  # what comes behind the norm
+    later = (factor / scale[tracked.norm_channels.clamp_min(0)])[live]  # what comes behind the norm
     _renormalise(norm, channels, fit.shift[live] / later, outputs)
 
 

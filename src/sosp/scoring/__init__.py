@@ -1,1 +1,1 @@
-"""From a model and data to a Saliency: what removing each structure does to the loss."""
+"""Score structures: from a model and data to a Saliency, the loss change when each structure is removed."""

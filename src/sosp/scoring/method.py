@@ -1,4 +1,4 @@
-"""What a method of scoring is: what it computes, which structures it takes, what a network must have for it."""
+"""Define scoring methods: the function, the structures it takes, and the requirements on the network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEW = 3  # layers named in a message
 
 @dataclass(frozen=True)
 class Values:
-    """A ranking that is no derivative of the loss, and the examples it came from."""
+    """Ranking that is not a derivative of the loss, and the number of examples it was computed from."""
 
     values: Tensor  # (S,)
     examples: int = 0
@@ -25,31 +25,31 @@ class Values:
 
 @dataclass(frozen=True)
 class Method:
-    """One way to score structures, as its paper does it."""
+    """Scoring method, as its paper defines it."""
 
     run: Callable[[Problem, Options], Terms | Values | Tensor]
     about: str  # one line
     source: str  # who to cite
-    kinds: tuple[str, ...] = ("filters", "blocks")  # of structures
-    needs: tuple[str, ...] = ()  # of NEEDS
-    scope: str = "global"  # how its paper ranks: all structures together, or every layer by itself
-    objective: str = "individual"  # what selecting minimises, unless told otherwise
-    data: bool = True  # False: it looks at the weights alone
-    samples: bool = False  # it may sample labels, classes=
-    labels: bool = True  # False: it does not look at those of the data, which may do without
+    kinds: tuple[str, ...] = ("filters", "blocks")  # kinds of structures it takes
+    needs: tuple[str, ...] = ()  # keys of NEEDS
+    scope: str = "global"  # how its paper ranks: "global", all structures together, or "layer", each layer separately
+    objective: str = "individual"  # what ``select`` minimises by default
+    data: bool = True  # False: it reads only the weights
+    samples: bool = False  # it can sample labels: accepts classes=
+    labels: bool = True  # False: it does not read labels, so the data may have none
 
 
 @dataclass(frozen=True)
 class Need:
-    """Something a network or its structures must have."""
+    """Requirement that a network or its structures must meet."""
 
     what: str
-    advice: str  # with {names} for the layers concerned, as a list, and {method}
-    lacking: Callable[[nn.Module, Structures], list[str] | None]  # the layers that do without, None if all is well
+    advice: str  # {names}: list of the layers concerned; {method}: name of the method
+    lacking: Callable[[nn.Module, Structures], list[str] | None]  # layers that do not meet it; None if it is met
 
 
 def _without_scale(model: nn.Module, structures: Structures) -> list[str] | None:
-    """The layers without a norm of their own, or with one that has no scale."""
+    """Return the layers that have no norm of their own, or one without a scale."""
     lacking = [
         layer.name
         for layer in structures.layers
@@ -59,29 +59,29 @@ def _without_scale(model: nn.Module, structures: Structures) -> list[str] | None
 
 
 def _without_shared_gate(model: nn.Module, structures: Structures) -> list[str] | None:
-    """The layers that have a channel in common with another one, without sharing its gate."""
+    """Return the layers that share a channel with another layer but not the gate of that channel."""
     if structures.flow is None:
         return [layer.name for layer in structures.layers]
-    together, _ = structures.flow.coupled()
+    groups, _ = structures.flow.coupled()
     gates: dict[int, int] = {}
-    torn: dict[str, None] = {}
+    split: dict[str, None] = {}
     for layer, ids in zip(structures.layers, structures.ids, strict=True):
         cuts = structures.flow.graph.calls.get(layer.name)
         if cuts and len(cuts[0].out) == layer.channels:
-            for place, gate in zip(together[cuts[0].out].tolist(), ids.tolist(), strict=True):
-                if gates.setdefault(place, gate) != gate:
-                    torn[layer.name] = None
-    return list(torn) or None
+            for group, gate in zip(groups[cuts[0].out].tolist(), ids.tolist(), strict=True):
+                if gates.setdefault(group, gate) != gate:
+                    split[layer.name] = None
+    return list(split) or None
 
 
 NEEDS: dict[str, Need] = {
     "norms": Need(
-        "a batch norm with a scale of its own behind every layer",
-        "Keep those layers out, exclude=[{names}]",
+        "a batch norm with a scale after every layer, used by that layer only",
+        "Exclude those layers with exclude=[{names}]",
         _without_scale,
     ),
     "coupled": Need(
-        "channels that flow together to be one structure",
+        "channels that are coupled across layers to be one structure",
         "Find the structures with sosp.find_structures(model, example, groups='coupled')",
         _without_shared_gate,
     ),
@@ -92,14 +92,19 @@ NEEDS: dict[str, Need] = {
     ),
     "rotation": Need(
         "a basis of its own, in which it removes directions instead of structures",
-        "It makes the smaller network itself: sosp.eigendamage(model, data, ratio=...)",
+        "Build the smaller network with sosp.eigendamage(model, data, ratio=...)",
         lambda model, structures: [],
     ),
 }
 
 
 def check_requirements(name: str, methods: Mapping[str, Method], model: nn.Module, structures: Structures) -> None:
-    """Say by name what this network or these structures lack for a method, and which methods would do."""
+    """Raise an error that names what the network or the structures lack for a method, and the methods that work.
+
+    Raises:
+        ArgumentError: The method does not take structures of this kind.
+        StructureError: The network or the structures do not meet a need of the method.
+    """
     method, kind = methods[name], structures.kind
     if kind not in method.kinds:
         raise ArgumentError(
@@ -109,7 +114,7 @@ def check_requirements(name: str, methods: Mapping[str, Method], model: nn.Modul
     for need in (NEEDS[n] for n in method.needs):
         lacking = need.lacking(model, structures)
         if lacking is not None:
-            concerned = f": {_join_names(lacking)} {'do' if len(lacking) > 1 else 'does'} without" if lacking else ""
+            concerned = f" (not met by {_join_names(lacking)})" if lacking else ""
             raise StructureError(
                 f"method={name!r} needs {need.what}{concerned}. "
                 f"{need.advice.format(names=_join_names(lacking, ', ...'), method=name)}. "
@@ -118,7 +123,7 @@ def check_requirements(name: str, methods: Mapping[str, Method], model: nn.Modul
 
 
 def _others(name: str, methods: Mapping[str, Method], model: nn.Module, structures: Structures) -> str:
-    """The methods that would work here."""
+    """Return a sentence that lists the methods that work here."""
     fit = [other for other, m in methods.items() if other != name and _suits(m, model, structures)]
     return f"These work here: {', '.join(map(repr, fit))}."
 
@@ -128,7 +133,7 @@ def _suits(method: Method, model: nn.Module, structures: Structures) -> bool:
 
 
 def _join_names(names: Iterable[str], more: str = "") -> str:
-    """``'a', 'b', 'c' and 4 more``."""
+    """Return ``'a', 'b', 'c' and 4 more``."""
     names = list(names)
     rest = len(names) - FEW
     shown = ", ".join(map(repr, names[:FEW]))

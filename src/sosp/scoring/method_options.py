@@ -1,4 +1,4 @@
-"""What a criterion may be told besides the problem."""
+"""Options that a criterion takes in addition to the problem."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class Options:
-    """``classes``: labels sampled per example instead of all outputs (SOSP-I); ``generator``: the source of chance."""
+    """Options of a criterion that the user gives to ``sosp.score``."""
 
-    classes: int | None = None
-    generator: torch.Generator | None = None
+    classes: int | None = None  # labels sampled per example instead of all outputs (SOSP-I)
+    generator: torch.Generator | None = None  # source of randomness

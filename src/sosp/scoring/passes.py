@@ -162,9 +162,11 @@ def make_reference_tensor(model: nn.Module, chunk: Chunk) -> Tensor:
 def install_jet_gates(problem: Problem, gates: Gates) -> Iterator[None]:
     """Run the network on jets, which start at its first gate."""
     layers = problem.structures.layers
-    values = problem.structures.spread(gates.values)
+    values = problem.structures.expand_to_channels(gates.values)
     # A channel without a gate stands still.
-    tangents = None if gates.direction is None else problem.structures.spread(gates.direction, otherwise=0.0)
+    tangents = (
+        None if gates.direction is None else problem.structures.expand_to_channels(gates.direction, otherwise=0.0)
+    )
 
     def apply(i: int, output: Any) -> Any:
         moving = tangents[i] if tangents is not None and gates.moving[i] else None
@@ -178,7 +180,7 @@ def install_jet_gates(problem: Problem, gates: Gates) -> Iterator[None]:
 def install_plain_gates(problem: Problem, values: Tensor) -> Iterator[None]:
     """Run the network with every channel multiplied by its gate."""
     layers = problem.structures.layers
-    spread = problem.structures.spread(values)
+    spread = problem.structures.expand_to_channels(values)
 
     def apply(i: int, output: Any) -> Any:
         return output * align_values(spread[i], output.dim(), layers[i].axis)

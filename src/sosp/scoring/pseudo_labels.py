@@ -1,4 +1,4 @@
-"""Targets: whether any of them counts; where there are none, the network's own answers stand in their place."""
+"""Check whether labels are ignored, and replace missing labels by the model's own predictions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sosp.errors import DataError
 
 
 class LabelCheck:
-    """Whether there was one that counts."""
+    """Record of whether any label of the data is not ignored."""
 
     def __init__(self, loss: LossLike) -> None:
         self.loss = loss
         self.seen = self.counts = False
 
-    def noted(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-        """The same chunks."""
+    def record_targets(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Yield the same chunks and record their targets."""
         for chunk in chunks:
             if isinstance(chunk.targets, Tensor):
                 self.seen = True
@@ -30,15 +30,18 @@ class LabelCheck:
 
     @property
     def are_ignored(self) -> bool:
+        """Return whether there were labels and cross-entropy ignores all of them."""
         return self.loss == "cross_entropy" and self.seen and not self.counts
 
 
 def add_pseudo_labels(model: nn.Module, chunk: Chunk, loss: LossLike) -> Chunk:
-    """The same examples, with what ``model`` says of them where nothing else does."""
+    """Return the same examples; if they have no targets, the predictions of ``model`` are their targets."""
     if chunk.targets is not None or chunk.keyed:
         return chunk
     if callable(loss):
-        raise DataError("the data has no targets, and only you know what a loss of your own takes: give some.")
+        raise DataError(
+            "the data has no targets, and they cannot be predicted for a loss function of your own. Give targets."
+        )
     with torch.no_grad():
         logits = find_logits(chunk.run(model))
     return replace(chunk, targets=logits if loss == "mse" else logits.argmax(find_class_axis(logits)))

@@ -1,4 +1,4 @@
-"""From a model and data to a Saliency: the table of methods, and ``score``."""
+"""Compute a Saliency from a model and data: the table of methods and ``score``."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ LI = "Han et al., NeurIPS 2015; Li et al., Pruning Filters for Efficient ConvNet
 WANG = "Wang et al., EigenDamage: Structured Pruning in the Kronecker-Factored Eigenbasis, ICML 2019"
 ALL = ("filters", "blocks", "weights")
 FILTERS = ("filters",)
-ZERO_TOLERANCE = 1e-200  # sosp-obs adds a smallest number to a matrix of zeros
+ZERO_TOLERANCE = 1e-200  # sosp-obs damps a matrix of zeros with at least 1e-300
 
 METHODS: dict[str, Method] = {
-    "sosp-h": Method(sosp.sosp_h, "first order and the exact Hessian times all structures", SOSP, ALL),
-    "sosp-i": Method(sosp.sosp_i, "first order and Gauss-Newton pairs of all structures", SOSP, samples=True),
+    "sosp-h": Method(sosp.sosp_h, "first order, and the exact Hessian times the sum of all structures", SOSP, ALL),
+    "sosp-i": Method(sosp.sosp_i, "first order, and Gauss-Newton terms of all pairs of structures", SOSP, samples=True),
     "sosp-i-diagonal": Method(sosp.sosp_i_diagonal, "sosp-i without correlations", SOSP, samples=True),
-    "first-order": Method(sosp.first_order, "the slope of the loss in each structure", SOSP, ALL),
-    "exact": Method(sosp.exact, "first order and all pairs with the exact Hessian", SOSP),
-    "random": Method(sosp.random, "a ranking that knows nothing", SOSP, ALL),
+    "first-order": Method(sosp.first_order, "gradient of the loss in each structure", SOSP, ALL),
+    "exact": Method(sosp.exact, "first order, and all pairs with the exact Hessian", SOSP),
+    "random": Method(sosp.random, "one uniform random number per structure", SOSP, ALL),
     "magnitude-l1": Method(magnitude.l1, "sum of a filter's absolute weights", LI, ALL, scope="layer", data=False),
     "magnitude-l2": Method(magnitude.l2, "Euclidean norm of a filter", LI, ALL, scope="layer", data=False),
     "slimming": Method(
@@ -64,26 +64,30 @@ METHODS: dict[str, Method] = {
         needs=("norms",),
         data=False,
     ),
-    "taylor": Method(taylor.taylor, "squared slope in a filter's weights, over minibatches", MOLCHANOV),
+    "taylor": Method(taylor.taylor, "squared gradient in a filter's weights, mean over minibatches", MOLCHANOV),
     "taylor-bn": Method(
-        taylor.taylor_bn, "squared slope in the batch norm, over minibatches", MOLCHANOV, needs=("norms",)
+        taylor.taylor_bn, "squared gradient in the batch norm, mean over minibatches", MOLCHANOV, needs=("norms",)
     ),
     "fisher": Method(
         fisher.fisher,
-        "squared slope in each structure, over examples",
+        "squared gradient in each structure, mean over examples",
         "Theis et al., Faster gaze prediction with dense networks and Fisher pruning, 2018",
     ),
     "group-fisher": Method(
-        fisher.group_fisher, "fisher of coupled channels over their memory", LIU_2021, FILTERS, ("coupled",)
+        fisher.group_fisher, "fisher of coupled channels, divided by their memory", LIU_2021, FILTERS, ("coupled",)
     ),
     "group-fisher-macs": Method(
-        fisher.group_fisher_macs, "fisher of coupled channels over their MACs", LIU_2021, FILTERS, ("coupled",)
+        fisher.group_fisher_macs, "fisher of coupled channels, divided by their MACs", LIU_2021, FILTERS, ("coupled",)
     ),
     "obd": Method(
-        obd.obd, "Fisher of a filter's weights together, from Kronecker factors", WANG, samples=True, labels=False
+        obd.obd,
+        "Fisher information of a filter's weights with their correlations, from Kronecker factors",
+        WANG,
+        samples=True,
+        labels=False,
     ),
     "obd-diagonal": Method(
-        obd.obd_diagonal, "Fisher of a filter's weights, one by one", WANG, samples=True, labels=False
+        obd.obd_diagonal, "Fisher information of a filter's weights, diagonal", WANG, samples=True, labels=False
     ),
     "eigendamage": Method(
         unscored_methods.refuse_scoring,
@@ -94,7 +98,7 @@ METHODS: dict[str, Method] = {
     ),
     "sosp-obs": Method(
         obs.sosp_obs,
-        "Gauss-Newton pairs, once all that stays has made up for a removal",
+        "Gauss-Newton pairs, after the remaining structures have compensated for a removal",
         "Hassibi and Stork, Second order derivatives for network pruning: Optimal Brain Surgeon, NeurIPS 1992; "
         "with the pairs of SOSP-I",
         samples=True,
@@ -118,7 +122,7 @@ METHODS: dict[str, Method] = {
     ),
     "ccp": Method(
         ccp.ccp,
-        "first order and pairs within a layer, solved together",
+        "first order and pairs within a layer, as one quadratic programme",
         "Peng et al., Collaborative Channel Pruning for Deep Networks, ICML 2019",
         FILTERS,
         scope="layer",
@@ -126,13 +130,13 @@ METHODS: dict[str, Method] = {
     ),
     "snip": Method(
         snip.snip,
-        "size of the slope in a structure's weights, meant for untrained networks",
+        "absolute gradient in a structure's weights, meant for untrained networks",
         "Lee et al., ICLR 2019; van Amersfoort et al., Single Shot Structured Pruning Before Training, 2020",
         ALL,
     ),
     "variational": Method(
         unscored_methods.refuse_scoring,
-        "size of a channel's scale, a Gaussian that is learned (sosp.learned.variational)",
+        "mean of a channel's scale, a learned Gaussian (sosp.learned.variational)",
         "Zhao et al., Variational Convolutional Neural Network Pruning, CVPR 2019",
         needs=("training",),
     ),
@@ -144,7 +148,7 @@ METHODS: dict[str, Method] = {
     ),
     "amc": Method(
         unscored_methods.refuse_scoring,
-        "norm of a filter, and what every layer keeps from a search (sosp.learned.amc)",
+        "norm of a filter, with a searched share per layer (sosp.learned.amc)",
         "He et al., AMC: AutoML for Model Compression and Acceleration on Mobile Devices, ECCV 2018",
         FILTERS,
         needs=("training",),
@@ -165,19 +169,37 @@ def score(
     objective: str | None = None,
     classes: int | None = None,
 ) -> Saliency:
-    """What removing each structure does to the loss, from ``examples`` examples of ``data``.
+    """Return the estimated loss change when each structure is removed.
 
-    ``data``: a DataLoader or another iterable of (inputs, targets), a tuple of two tensors, or dict batches whose loss
-    is the model's own. Methods that look at weights alone do not read it: it may be None where structures are given.
-    Those that look at no label ("sosp-obs", "obd", "hrank") take a tensor or batches of inputs as well.
-    ``loss``: ``"cross_entropy"``, ``"mse"`` or a function of (outputs, targets) that returns one loss per example.
-    ``structures``: from ``find_structures``; filters gated at their features by default, coupled where the method
-    needs it. ``objective``: how the terms are combined, see ``Saliency.scores`` and ``select``; "individual" where the
-    method has none of its own, as "ccp" has. ``classes``: for SOSP-I with many outputs, sample this many labels per
-    example (unbiased) instead of taking every output.
+    The model is run in eval mode and left exactly as it was. With several processes started by torchrun, each process
+    scores its share of the examples and all get the same saliency. Give all of them the same data.
 
-    The model is evaluated in eval mode, whatever mode it is in, and is left exactly as it was. Where torchrun started
-    several processes, each takes its share of the examples and all get the same saliency; give all the same data.
+    Args:
+        model: The network to score.
+        data: A DataLoader or another iterable of (inputs, targets), a tuple of two tensors, or dict batches for which
+            the model returns its own loss. Methods that read only weights do not read it: it may be None if
+            ``structures`` is given. Methods that read no labels ("sosp-obs", "obd", "hrank") also take a tensor or
+            batches of inputs.
+        method: A name in ``sosp.METHODS``.
+        loss: ``"cross_entropy"``, ``"mse"`` or a function of (outputs, targets) that returns one loss per example.
+        structures: From ``find_structures``. By default filters gated at their features, coupled if the method needs
+            it.
+        examples: Number of examples to score with; None for all.
+        generator: Source of randomness: which examples are drawn from a tuple of tensors, and sampled labels.
+        objective: How ``Saliency.scores`` and ``select`` combine the terms. By default the method's own objective,
+            "signed" for "ccp" and "individual" for all others.
+        classes: For SOSP-I with many outputs: sample this many labels per example (unbiased) instead of using every
+            output.
+
+    Returns:
+        The saliency, in the precision of the model or in single precision if the model has less.
+
+    Raises:
+        ArgumentError: An argument has an invalid value, or the structures belong to another model.
+        StructureError: The network or the structures do not meet a need of the method.
+        DataError: The data is empty or cannot be read as examples.
+        LossError: The loss is not finite, or is not one loss per example.
+        DifferentiationError: The loss cannot be differentiated in the structures.
     """
     check_choice("method", method, METHODS)
     if objective is not None:
@@ -186,14 +208,14 @@ def score(
     chosen = METHODS[method]
     if classes is not None and not chosen.samples:
         those = ", ".join(repr(name) for name, m in METHODS.items() if m.samples)
-        raise ArgumentError(f"classes= is for {those}; method={method!r} does not sample outputs.")
-    with borrow_model(model):  # reading a shuffled loader draws random numbers; they are given back too
+        raise ArgumentError(f"classes= is only for {those}; method={method!r} does not sample labels. Leave it out.")
+    with borrow_model(model):  # also restores the random state: reading a shuffled loader draws random numbers
         if structures is not None:
             check_structures(model, structures, method)
         reads = chosen.data or structures is None
         chunks = _chunks(data, examples, generator, chosen, find_device(model)) if reads else iter(())
         labels = LabelCheck(loss)
-        chunks = labels.noted(chunks)
+        chunks = labels.record_targets(chunks)
         if not chosen.labels:
             chunks = (add_pseudo_labels(model, chunk, loss) for chunk in chunks)
         if structures is None:
@@ -211,7 +233,7 @@ def score(
 
 
 def _refuse_zeros(saliency: Saliency) -> None:
-    """Of labels that are all ignored; a network may well have none but zeros of its own."""
+    """Raise LossError if every saliency is zero because all labels are ignored."""
     terms = (saliency.first, saliency.second, saliency.pairs, saliency.values)
     if not any(bool((t.abs() > ZERO_TOLERANCE).any()) for t in terms if t is not None):
         raise LossError(
@@ -223,7 +245,7 @@ def _refuse_zeros(saliency: Saliency) -> None:
 def _chunks(
     data: Any, examples: int | None, generator: torch.Generator | None, method: Method, device: torch.device
 ) -> Iterator[Chunk]:
-    """The data, of which there must be some."""
+    """Yield the chunks of the data; raise DataError if there are none."""
     chunks = iter(iterate_chunks(data, examples, generator, alone=not method.labels, device=device))
     head = next(chunks, None)
     if head is None or head.size == 0:
@@ -234,7 +256,7 @@ def _chunks(
 def _saliency(
     found: Terms | Values | Tensor, structures: Structures, method: str, dtype: torch.dtype, objective: str | None
 ) -> Saliency:
-    """What a method found, as a record, in the model's precision or single."""
+    """Return the result of a method as a record, in the higher of the model's precision and single precision."""
     scope, own = METHODS[method].scope, METHODS[method].objective
     if isinstance(found, Tensor):
         found = Values(found)
@@ -242,7 +264,7 @@ def _saliency(
         if objective not in (None, "individual"):
             raise ArgumentError(
                 f"objective={objective!r} combines derivatives of the loss, and method={method!r} gives a ranking of "
-                "its own. Leave it out."
+                "its own. Leave objective out."
             )
         return Saliency(structures, method, None, None, None, found.values, own, found.examples, scope)
     kind = torch.promote_types(dtype, torch.float32)
@@ -251,13 +273,18 @@ def _saliency(
 
 
 def check_structures(model: nn.Module, structures: Structures, method: str) -> None:
-    """Refuse structures of another model, and what the method cannot do here."""
+    """Raise an error unless the structures belong to the model and the method can score them.
+
+    Raises:
+        ArgumentError: The structures belong to another model, or are of a kind that the method does not take.
+        StructureError: The network or the structures do not meet a need of the method.
+    """
     _check_model(model, structures)
     check_requirements(method, METHODS, model, structures)
 
 
 def _check_model(model: nn.Module, structures: Structures) -> None:
-    """The structures must have been found in this model, or in one of the same shape."""
+    """Raise ArgumentError unless the structures were found in this model or in one with the same layers and widths."""
     names = dict(model.named_parameters() if structures.kind == "weights" else model.named_modules())
     again = "Find them again: structures=sosp.find_structures(model, example)."
     for layer in structures.layers:

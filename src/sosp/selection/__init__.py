@@ -1,1 +1,1 @@
-"""From a Saliency and a budget to a Mask: which structures are removed."""
+"""Selection: choose the structures to remove, from a Saliency and a budget to a Mask."""

@@ -1,4 +1,4 @@
-"""A cap that holds for every layer: where a structure spans several, and where a depthwise layer reads another."""
+"""Apply the cap to every layer, also to structures in several layers and to depthwise layers and their inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sosp.selection.greedy_order import LayerLimits, limit_removals, order_remov
 
 
 def find_depthwise_inputs(structures: Structures) -> dict[str, str]:
-    """Depthwise layer -> the layer that it reads channel by channel: what that one loses, it loses too."""
+    """Map each depthwise layer to the layer it reads channel by channel; it loses every channel that layer loses."""
     width = {layer.name: layer.channels for layer in structures.layers}
     found: dict[str, str] = {}
     for layer in structures.layers:
@@ -21,30 +21,33 @@ def find_depthwise_inputs(structures: Structures) -> dict[str, str]:
 
 
 class CappedLayer:
-    """The channels of a layer, and of the depthwise ones that read it: one is lost where any of them loses it."""
+    """The channels of a layer and of the depthwise layers that read it; a channel is lost if any of them loses it."""
 
     def __init__(self, covers: dict[int, set[int]], cap: float) -> None:
-        self.covers = covers  # structure -> the channels that go with it
+        self.covers = covers  # structure -> the channels removed with it
         self.widest = max(map(len, covers.values()))
         self.left = limit_removals([len(set().union(*covers.values()))], cap)[0]
-        self.gone: set[int] = set()
+        self.removed: set[int] = set()
 
-    def take(self, s: int) -> list[int]:
-        """``s`` goes: the structures that may not go any more."""
-        more = self.covers[s] - self.gone
-        self.gone |= more
+    def remove(self, s: int) -> list[int]:
+        """Remove ``s`` and return the structures that can no longer be removed."""
+        more = self.covers[s] - self.removed
+        self.removed |= more
         self.left -= len(more)
-        return self.closed() if more else []
+        return self.find_closed() if more else []
 
-    def closed(self) -> list[int]:
-        """Those that would take more than may go. It stays so: whatever goes, they need no less than they lose room."""
+    def find_closed(self) -> list[int]:
+        """Return the structures that need more channels than can still be removed.
+
+        They stay closed: removing another structure lowers the limit at least as much as their need.
+        """
         if self.left >= self.widest:
             return []
-        return [s for s, channels in self.covers.items() if len(channels - self.gone) > self.left]
+        return [s for s, channels in self.covers.items() if len(channels - self.removed) > self.left]
 
 
 def find_capped_layers(structures: Structures, cap: float) -> dict[int, list[CappedLayer]]:
-    """Structure -> the places where it takes channels."""
+    """Map each structure to the capped layers in which it has channels."""
     above = find_depthwise_inputs(structures)
     root: dict[str, str] = {}
     covers: dict[str, dict[int, set[int]]] = {}
@@ -55,62 +58,64 @@ def find_capped_layers(structures: Structures, cap: float) -> dict[int, list[Cap
             if s >= 0:
                 mine.setdefault(s, set()).add(channel)
     found: dict[int, list[CappedLayer]] = {}
-    for place in (CappedLayer(mine, cap) for mine in covers.values() if mine):
-        for s in place.covers:
-            found.setdefault(s, []).append(place)
+    for limited in (CappedLayer(mine, cap) for mine in covers.values() if mine):
+        for s in limited.covers:
+            found.setdefault(s, []).append(limited)
     return found
 
 
 class ChannelLimits(LayerLimits):
-    """The room of layers that lose channels together. Where all are sorted at once nothing asks it: see ``within``."""
+    """The limits of layers that lose channels together. If all structures are sorted once, use ``keep_allowed``."""
 
     def __init__(self, structures: Structures, cap: float, device: torch.device) -> None:
         super().__init__(structures, None, device)
         self.structures, self.cap = structures, cap
-        self.places = find_capped_layers(structures, cap)
+        self.capped = find_capped_layers(structures, cap)
 
-    def full(self) -> Tensor:
-        return self.which(_find_unremovable(self.places))
+    def full_structures(self) -> Tensor:
+        """Return (S,) true for structures that can never be removed."""
+        return self.make_mask(_find_unremovable(self.capped))
 
-    def closed_by(self, s: Tensor) -> Tensor | None:
-        closed = [t for place in self.places[int(s)] for t in place.take(int(s))]
-        return self.which(closed) if closed else None
+    def remove(self, s: Tensor) -> Tensor | None:
+        """Remove ``s`` and return (S,) true for structures that can no longer be removed, or None."""
+        closed = [t for layer in self.capped[int(s)] for t in layer.remove(int(s))]
+        return self.make_mask(closed) if closed else None
 
-    def which(self, those: list[int]) -> Tensor:
-        """(S,) true for those."""
+    def make_mask(self, members: list[int]) -> Tensor:
+        """Return (S,) true for these structures."""
         found = torch.zeros_like(self.owner, dtype=torch.bool)
-        found[torch.tensor(those, dtype=torch.long, device=found.device)] = True
+        found[torch.tensor(members, dtype=torch.long, device=found.device)] = True
         return found
 
-    def within(self, order: Tensor) -> Tensor:
-        """The order without those that a place has no room for, and without what comes when nothing is left."""
-        places = find_capped_layers(self.structures, self.cap)
-        shut = set(_find_unremovable(places))
+    def keep_allowed(self, order: Tensor) -> Tensor:
+        """Return the order without the structures that exceed the limit of a layer at their turn."""
+        capped = find_capped_layers(self.structures, self.cap)
+        shut = set(_find_unremovable(capped))
         kept: list[int] = []
         for s in order.tolist():
             if s not in shut:
                 kept.append(s)
                 shut.add(s)
-                shut.update(t for place in places[s] for t in place.take(s))
+                shut.update(t for layer in capped[s] for t in layer.remove(s))
         return torch.tensor(kept, dtype=torch.long, device=order.device)
 
 
-def _find_unremovable(places: dict[int, list[CappedLayer]]) -> list[int]:
-    """Structures that may not go at all: they take more than the cap of a layer by themselves."""
-    every = {id(place): place for those in places.values() for place in those}
-    return [s for place in every.values() for s in place.closed()]
+def _find_unremovable(capped: dict[int, list[CappedLayer]]) -> list[int]:
+    """Return the structures that exceed the cap of a layer by themselves."""
+    every = {id(layer): layer for members in capped.values() for layer in members}
+    return [s for layer in every.values() for s in layer.find_closed()]
 
 
 def build_limits(structures: Structures, cap: float | None, device: torch.device) -> LayerLimits:
-    """How much every layer may lose."""
-    room = LayerLimits(structures, cap, device)
+    """Return how much each layer may lose."""
+    limits = LayerLimits(structures, cap, device)
     if cap is None or cap == 1 or (structures.plain and not find_depthwise_inputs(structures)):
-        return room
+        return limits
     return ChannelLimits(structures, cap, device)
 
 
-def order_capped_removals(saliency: Saliency, count: int, weights: Tensor | None, room: LayerLimits) -> Tensor:
-    """The structures to remove, in the order they go; fewer than ``count`` where there is room for no more."""
-    if not isinstance(room, ChannelLimits):
-        return order_removals(saliency, count, weights, room)
-    return room.within(order_removals(saliency, room.total, weights, room))[:count]
+def order_capped_removals(saliency: Saliency, count: int, weights: Tensor | None, limits: LayerLimits) -> Tensor:
+    """Return the structures to remove, in order; fewer than ``count`` if the limits allow no more."""
+    if not isinstance(limits, ChannelLimits):
+        return order_removals(saliency, count, weights, limits)
+    return limits.keep_allowed(order_removals(saliency, limits.total, weights, limits))[:count]

@@ -1,28 +1,28 @@
-"""Choose k of n by a convex quadratic programme: relaxed to the box, solved, rounded."""
+"""Choose k of n by a convex quadratic program: relax it to the box, solve it and round the solution."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-GAP = 1e-10  # how far from the least value the relaxed one may be, in units of the largest coefficient
-STEPS = 100  # of Newton's method; a dozen or two are taken
+GAP = 1e-10  # largest distance of the relaxed solution from the minimum, in units of the largest coefficient
+STEPS = 100  # of Newton's method; it usually takes 12 to 24
 
 
 def choose_subset(H: Tensor, f: Tensor, k: int) -> Tensor:
-    """k of the n that minimise ``1/2 x . H x - f . x`` over 0/1 vectors, nearly: the largest of the relaxed solution.
+    """Return k of the n indices that approximately minimise ``1/2 x . H x - f . x`` over 0/1 vectors.
 
-    In descending order of it; ties go to the lower index.
+    They are the largest entries of the relaxed solution, in descending order; ties go to the lower index.
     """
     return torch.argsort(solve_relaxation(H, f, k), descending=True, stable=True)[:k]
 
 
 def solve_relaxation(H: Tensor, f: Tensor, k: int) -> Tensor:
-    """(n,) the minimiser over ``0 <= x <= 1``, ``sum x = k``; H positive semidefinite.
+    """Return (n,) the minimiser over ``0 <= x <= 1``, ``sum x = k``; H positive semidefinite.
 
     A primal-dual interior point method. At the solution the slope ``H x - f`` is ``y + z - w``: y where x is inside,
-    more by z >= 0 at 0, less by w >= 0 at 1. Newton's method on that, with ``x z`` and ``(1 - x) w`` falling to zero
-    from above; their sum bounds how far the value is from the least.
+    larger by z >= 0 at 0, smaller by w >= 0 at 1. Newton's method solves this while ``x z`` and ``(1 - x) w`` decrease
+    to zero; their sum bounds the distance of the value from the minimum.
     """
     n = len(f)
     if k <= 0 or k >= n:
@@ -45,13 +45,13 @@ InteriorPoint = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _newton(H: Tensor, rest: Tensor, point: InteriorPoint, aim: Tensor) -> InteriorPoint:
-    """One step towards ``x z = (1 - x) w = aim`` and no rest, as far as everything stays positive."""
+    """Take one step towards ``x z = (1 - x) w = aim`` and a residual of zero, as long as all values stay positive."""
     x, y, z, w = point
     s = 1 - x
     root = torch.linalg.cholesky(H + torch.diag(z / x + w / s))
     slope = rest + z - w - aim / x + aim / s
     a, b = torch.cholesky_solve(torch.stack([-slope, torch.ones_like(x)], 1), root).T
-    dy = -a.sum() / b.sum()  # so that the sum of x stays
+    dy = -a.sum() / b.sum()  # so that the sum of x does not change
     dx = a + dy * b
     dz, dw = (aim - z * dx) / x - z, (aim + w * dx) / s - w
     now, move = torch.cat([x, s, z, w]), torch.cat([dx, -dx, dz, dw])

@@ -1,4 +1,4 @@
-"""Keep what a scoring found in one small file: a number per structure, and a table of layers instead of all pairs."""
+"""Save a saliency to one small file: numbers per structure, and a table of layers instead of all pairs."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ OPTIONAL = ("first", "second", "pairs_by_layer")
 
 @dataclass(frozen=True, eq=False)
 class SavedSaliency:
-    """What a scoring found for S structures in L layers, and which of them went."""
+    """Saliency of S structures in L layers, and which of them were removed."""
 
     method: str
     objective: str
     scope: str
     examples: int
     layers: tuple[str, ...]
-    index: Tensor  # (S,) the layer of each structure; of one over several layers the first
-    rank: Tensor  # (S,) when it would go if all structures were ranked together, 0 first
-    removed: Tensor  # (S,) whether it went
-    scores: Tensor  # (S,) what removing it alone costs
+    index: Tensor  # (S,) the layer of each structure, the first if it spans several
+    rank: Tensor  # (S,) its rank among all structures, 0 is removed first
+    removed: Tensor  # (S,) true if it was removed
+    scores: Tensor  # (S,) cost of removing it alone
     first: Tensor | None = None  # (S,) the first-order term
     second: Tensor | None = None  # (S,) the second-order term, with all others or by itself
     pairs_by_layer: Tensor | None = None  # (L, L) sums of |theta_s . H theta_s'| over the structures of two layers
 
-    def owners(self) -> SavedSaliency:
-        """The same without layers whose structures all stand at another one, the first of those they reach over."""
+    def without_empty_layers(self) -> SavedSaliency:
+        """Return a copy without layers whose structures all count in another layer, the first they span."""
         kept, index = self.index.unique(return_inverse=True)
         pairs = None if self.pairs_by_layer is None else self.pairs_by_layer[kept][:, kept]
         return replace(self, layers=tuple(self.layers[i] for i in kept.tolist()), index=index, pairs_by_layer=pairs)
 
 
 def save_saliency(path: str | Path, saliency: Saliency, mask: Mask) -> None:
-    """Write what is known of every structure to one file, which appears only when it is complete."""
+    """Write the saliency of every structure to one file, which appears only when it is complete."""
     file = parse_path(path)
     document = {
         "holds": "saliency",
@@ -74,11 +74,11 @@ def save_saliency(path: str | Path, saliency: Saliency, mask: Mask) -> None:
         "layers": [layer.name for layer in saliency.structures.layers],
     }
     with prefix_errors(file):
-        write_safetensors(file, json.dumps(document, separators=(",", ":")), _tensors(saliency, mask))
+        write_safetensors(file, json.dumps(document, separators=(",", ":")), _collect_tensors(saliency, mask))
 
 
 def read_saliency(path: str | Path) -> SavedSaliency:
-    """What ``keep_saliency`` wrote, every field checked."""
+    """Read a file of ``save_saliency`` and check every field."""
     file = parse_path(path)
     with prefix_errors(file):
         document, tensors = read_safetensors(file)
@@ -87,13 +87,14 @@ def read_saliency(path: str | Path) -> SavedSaliency:
             raise CheckpointError("holds no saliency, but something else that sosp wrote.")
         claims = DOCUMENT(found, "")
         del claims["holds"]
-        claims |= _checked(tensors)
+        claims |= _check_tensors(tensors)
         saved = SavedSaliency(**claims)
         _check_sizes(saved)
     return saved
 
 
-def _tensors(saliency: Saliency, mask: Mask) -> dict[str, Tensor]:
+def _collect_tensors(saliency: Saliency, mask: Mask) -> dict[str, Tensor]:
+    """Return the tensors to write, on the CPU."""
     structures = saliency.structures
     found = {
         "index": structures.owner(),
@@ -109,16 +110,16 @@ def _tensors(saliency: Saliency, mask: Mask) -> dict[str, Tensor]:
 
 
 def find_removed_structures(structures: Structures, mask: Mask) -> Tensor:
-    """(S,) whether a channel of it is gone."""
+    """Return (S,) true for structures of which a channel is removed."""
     gone = torch.zeros(len(structures) + 1, dtype=torch.bool)
     for layer, ids in zip(structures.layers, structures.ids, strict=True):
         if layer.name in mask.removed:
             gone[ids[mask.removed[layer.name].cpu()]] = True
-    return gone[:-1]  # without the place where ids is -1
+    return gone[:-1]  # without the entry that ids of -1 write to
 
 
 def pairs_by_layer(structures: Structures, pairs: Tensor) -> Tensor:
-    """(L, L) from (S, S): sums of absolute values, a layer at a time since a copy of all pairs may not fit."""
+    """Sum absolute values, (L, L) from (S, S), one layer at a time because a copy of all pairs may not fit."""
     owner = structures.owner().to(pairs.device)
     total = pairs.new_zeros(len(structures.layers), len(structures.layers), dtype=torch.float64)
     for i in range(len(structures.layers)):
@@ -126,11 +127,11 @@ def pairs_by_layer(structures: Structures, pairs: Tensor) -> Tensor:
     return total
 
 
-def _checked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors by name, each of its type; no others."""
+def _check_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors by name; raise CheckpointError if one is missing, unknown or of another type."""
     for name in sorted(tensors.keys() ^ TENSORS.keys()):
         if name not in OPTIONAL:
-            raise CheckpointError(f"its tensors are not those of a saliency: {name!r} is missing or too much.")
+            raise CheckpointError(f"its tensors are not those of a saliency: {name!r} is missing or not expected.")
     for name, x in tensors.items():
         dims, dtype = TENSORS[name]
         if x.dim() != dims or x.dtype != dtype:
@@ -139,7 +140,7 @@ def _checked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _check_sizes(saved: SavedSaliency) -> None:
-    """S entries everywhere, layers that exist, ranks from 0 to S - 1, a square table."""
+    """Raise CheckpointError unless all have S entries, layers exist, ranks are 0 to S - 1 and the table is L x L."""
     count, layers = len(saved.index), len(saved.layers)
     for name in ("rank", "removed", "scores", "first", "second"):
         x = getattr(saved, name)
@@ -148,7 +149,7 @@ def _check_sizes(saved: SavedSaliency) -> None:
     if count and not 0 <= int(saved.index.min()) <= int(saved.index.max()) < layers:
         raise CheckpointError(f"'index' names layers that are not among its {layers}.")
     if not torch.equal(saved.rank.sort().values, torch.arange(count)):
-        raise CheckpointError(f"'rank' is no order of {count} structures.")
+        raise CheckpointError(f"'rank' is not a permutation of {count} structures.")
     table = saved.pairs_by_layer
     if table is not None and tuple(table.shape) != (layers, layers):
         raise CheckpointError(f"'pairs_by_layer' is {tuple(table.shape)} for {layers} layers.")

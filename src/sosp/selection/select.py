@@ -1,4 +1,4 @@
-"""Choose which structures to remove: from saliencies and a budget to a Mask, and the plan to remove it."""
+"""Choose which structures to remove: from a saliency and a budget to a Mask, and the plan to remove it."""
 
 from __future__ import annotations
 
@@ -54,96 +54,93 @@ def select(
 ) -> Mask:
     """Return a mask that removes the least important structures.
 
-    Greedy: one structure after the other, each time the one that raises the objective least given those already
-    removed (Eq. 5). Without pairs this is sorting once. Ties are broken by the lower index.
+    Greedy: one structure at a time, always the one that raises the objective least given those already removed
+    (Eq. 5). Without pairs this sorts once. Ties go to the lower index.
 
     Args:
         saliency: From ``sosp.score``.
         ratio: Share of all structures to remove; half by default. Give one of ``ratio``, ``params`` and ``macs``.
-        params: Parameters that may be left in the network that ``shrink`` builds, by the exact count: a share up to
-            1, or a whole number above 1.
-        macs: Multiply-accumulates that may be left, likewise.
-        cap: Largest share removed from any layer. What a depthwise layer loses counts together with what the layer it
-            reads loses.
-        scale: Divide what a structure adds to the objective by the edge of its kernel (``"kernel"``, the paper's
+        params: Largest exact number of parameters of the network that ``shrink`` builds: a share up to 1, or a whole
+            number above 1.
+        macs: Largest number of multiply-accumulates, likewise.
+        cap: Largest share removed from any layer. The losses of a depthwise layer and of the layer it reads count
+            together.
+        scale: Divide the increase of the objective by the edge of the structure's kernel (``"kernel"``, the paper's
             SOSP*), its ``"macs"`` or its ``"params"``.
-        round_to: Keep a multiple of this many structures in every layer, by taking back those removed last.
+        round_to: Keep a multiple of this many structures in every layer, by restoring those removed last.
         join: How ``shrink`` will join branches. The budget is met by the network that ``shrink`` builds with the same
             ``join`` and ``round_to``.
         scope: ``"global"`` ranks all structures together. ``"layer"`` removes the same share from every layer (the
-            share that meets the budget) and keeps at least one structure of each. By default as the paper of the
-            method does.
-        ratios: Layers, or patterns of names, and the share removed from each. The other layers lose ``ratio``, or
-            nothing.
+            share that meets the budget) and keeps at least one structure of each. The default is the scope that the
+            method's paper uses.
+        ratios: The share to remove from each layer, by name or pattern. The other layers lose ``ratio``, or nothing.
 
     Returns:
-        The mask. Nothing that was passed in is changed.
+        The mask. The arguments are not changed.
 
     Raises:
-        ArgumentError: A budget that cannot be met, or arguments that contradict each other.
-        DisconnectedError: The mask would cut the network in two.
+        ArgumentError: If the budget cannot be met, or the arguments contradict each other.
+        DisconnectedError: If the mask would cut the network in two.
     """
     options = SelectionOptions(ratio, params, macs, cap, scale, round_to, join, scope, ratios)
     return select_and_plan(saliency, options)[0]
 
 
 def select_and_plan(saliency: Saliency, options: SelectionOptions) -> tuple[Mask, Plan | None]:
-    """Return the mask, and the plan to remove it if a budget had to be met by the network that is built."""
+    """Return the mask, and the plan to remove it if a budget of the built network had to be met."""
     structures, cap, scale = saliency.structures, options.cap, options.scale
     budget = parse_budget(options)
     if scale is not None:
         check_choice("scale", scale, SCALES)
-    scope = _scope(saliency, options.scope, options.ratios, budget)
+    scope = _resolve_scope(saliency, options.scope, options.ratios, budget)
     if scope == "layer":
         found = _select_by_layer(saliency, build_quotas(structures, options.ratios, cap), options, budget)
     else:
         found = _select_globally(saliency, options, budget)
     mask, plan = (found.mask, found) if isinstance(found, Plan) else (Mask.from_structures(structures, found), None)
-    # Where every layer keeps something, only a depthwise one can be empty: it has lost some, the one it reads the rest.
+    # If every layer keeps something, only a depthwise one can be empty: it lost some channels, its input the others.
     refuse_disconnected(structures, mask, budget, capped=scope == "layer" or (cap is not None and cap < 1))
     return mask, plan
 
 
 @dataclass(frozen=True)
 class SelectionBudget:
-    """What is limited, and to what, in a network that is built like this."""
+    """A limit on the parameters or MACs of a network built with this layout."""
 
     what: str
     limit: float
     style: LayoutStyle
 
 
-def _scope(
+def _resolve_scope(
     saliency: Saliency, scope: str | None, ratios: Mapping[str, float] | None, budget: SelectionBudget | None
 ) -> str:
-    """How the structures are ranked; layers with shares of their own are ranked one by one."""
+    """Return the scope of the ranking; with ``ratios`` each layer is ranked separately."""
     if scope is not None:
         check_choice("scope", scope, SCOPES)
     if ratios is None:
         return scope or saliency.scope
     if scope == "global":
         raise ArgumentError(
-            "ratios gives every layer its share, which scope='global' does not keep. Use scope='layer'."
+            "ratios sets the share of each layer, which scope='global' does not keep. Use scope='layer'."
         )
     if budget is not None:
-        raise ArgumentError(
-            f"ratios says what every layer loses, and {budget.what} how much is left: give one of them."
-        )
+        raise ArgumentError(f"ratios sets what every layer loses and {budget.what} how much is left: give one of them.")
     return "layer"
 
 
 def _select_globally(saliency: Saliency, options: SelectionOptions, budget: SelectionBudget | None) -> Tensor | Plan:
-    """Choose from all structures in one ranking."""
+    """Choose structures from one ranking of all layers."""
     structures, ratio, round_to = saliency.structures, options.ratio, options.round_to
-    room = build_limits(structures, options.cap, saliency.scores.device)
-    weights = _weights(structures, options.scale)
+    limits = build_limits(structures, options.cap, saliency.scores.device)
+    weights = _find_sizes(structures, options.scale)
     if budget is not None:
-        order = order_capped_removals(saliency, room.total, weights, room)
+        order = order_capped_removals(saliency, limits.total, weights, limits)
         return _meet_budget(structures, lambda n: _round_widths(structures, order[:n], round_to), len(order), budget)
     ratio = 0.5 if ratio is None else ratio
     check_share("ratio", ratio)
     count = round(ratio * len(structures))
-    order = order_capped_removals(saliency, min(count, room.total), weights, room)
+    order = order_capped_removals(saliency, min(count, limits.total), weights, limits)
     if count > len(order):
         raise ArgumentError(
             f"ratio={ratio} asks for {count} of {len(structures)} structures, but cap={options.cap} leaves only "
@@ -172,17 +169,17 @@ def _select_by_layer(
 
 
 def _build_layer_selector(saliency: Saliency, cap: float | None, scale: str | None) -> Callable[[list[int]], Tensor]:
-    """From how many every layer loses to which: greedy, or the programme of each layer."""
+    """Return a function from the number each layer loses to its structures: greedy or a quadratic program."""
     structures, device = saliency.structures, saliency.scores.device
-    weights = _weights(structures, scale)
+    weights = _find_sizes(structures, scale)
     if saliency.objective != "signed" or saliency.pairs is None:
         return lambda quotas: order_removals(
             saliency, sum(quotas), weights, LayerLimits(structures, cap, device, quotas)
         )
     if scale is not None:
         raise ArgumentError(
-            f"scale={scale!r} divides what a structure costs by itself, and objective='signed' weighs those of a layer "
-            "together. Leave it out, use scope='global', or saliency.with_objective('individual')."
+            f"scale={scale!r} divides the cost of single structures, but objective='signed' weighs all structures of a "
+            "layer together. Leave scale out, use scope='global', or saliency.with_objective('individual')."
         )
     first, pairs = saliency.first, saliency.pairs
     assert first is not None
@@ -199,7 +196,7 @@ def _build_layer_selector(saliency: Saliency, cap: float | None, scale: str | No
 
 
 def parse_budget(options: SelectionOptions) -> SelectionBudget | None:
-    """Return the budget that is asked for; None where it is a ratio of the structures."""
+    """Return the budget of parameters or MACs; None if the budget is a ratio of the structures."""
     given = {"ratio": options.ratio, "params": options.params, "macs": options.macs}
     named = {name: value for name, value in given.items() if value is not None}
     style = LayoutStyle(options.join, options.round_to)
@@ -209,9 +206,7 @@ def parse_budget(options: SelectionOptions) -> SelectionBudget | None:
         return None
     ((name, value),) = named.items()
     if not is_number(value) or not isfinite(value) or not (0 < value <= 1 or value == int(value) > 1):
-        raise ArgumentError(
-            f"{name}={value!r} must be the share that may be left, up to 1, or a whole number of {name}."
-        )
+        raise ArgumentError(f"{name}={value!r} must be the share to keep, up to 1, or a whole number of {name}.")
     return SelectionBudget(name, value, style)
 
 
@@ -226,14 +221,14 @@ def _meet_budget(structures: Structures, chosen: Callable[[int], Tensor], most: 
     places = {layer.name: layer.norms for layer in structures.layers}
 
     def left(flow: Flow, count: int) -> int:
-        removed = flow.removed(structures.channels_of(chosen(count)), places)
+        removed = flow.find_removed_outputs(structures.channels_of(chosen(count)), places)
         return getattr(compute_cost(flow, flow.layout(removed, budget.style)), what)
 
     low = 0
     while True:
         if low > most or left(flow, most) > target:
             raise ArgumentError(
-                f"{what}={limit} cannot be met: with everything removed that may go, {left(flow, most):,} of "
+                f"{what}={limit} cannot be met: with everything removed that can be removed, {left(flow, most):,} of "
                 f"{whole:,} {what} are left. Raise it, lift the cap, round less, or exclude fewer layers."
             )
         high = most
@@ -246,13 +241,13 @@ def _meet_budget(structures: Structures, chosen: Callable[[int], Tensor], most: 
         plan = plan_removal(flow, Mask.from_structures(structures, chosen(low)), budget.style)
         if getattr(plan.cost, what) <= target:
             return plan
-        # Trying it out showed that the code fixes a width: the search continues with that in view.
+        # The dry run showed that the code requires a fixed width: the search continues with that width.
         flow = flow.with_pins(plan.flow.learned, plan.flow.fixed)
         low += 1
 
 
 def _round_widths(structures: Structures, chosen: Tensor, round_to: int) -> Tensor:
-    """Take back, layer by layer, what was removed last, until a multiple of ``round_to`` is kept."""
+    """Restore the last removals of each layer until it keeps a multiple of ``round_to`` structures."""
     if round_to == 1:
         return chosen
     owner = structures.owner()
@@ -266,8 +261,8 @@ def _round_widths(structures: Structures, chosen: Tensor, round_to: int) -> Tens
     return chosen[~back.to(chosen.device)]
 
 
-def _weights(structures: Structures, scale: str | None) -> Tensor | None:
-    """(S,) what a structure's cost is divided by."""
+def _find_sizes(structures: Structures, scale: str | None) -> Tensor | None:
+    """Return (S,) the sizes that costs are divided by; None without ``scale``."""
     if scale is None:
         return None
     sizes = structures.sizes(scale)
@@ -279,8 +274,8 @@ def _weights(structures: Structures, scale: str | None) -> Tensor | None:
 def refuse_disconnected(
     structures: Structures, mask: Mask, budget: SelectionBudget | None = None, *, capped: bool = False
 ) -> None:
-    """Refuse a mask that leaves no way from the input to the output around the layers it empties."""
-    dead = _dead_layers(structures, mask)
+    """Raise DisconnectedError if every path from the input to the output passes a layer that the mask empties."""
+    dead = _find_dead_layers(structures, mask)
     if not dead:
         return
     reached: set[str] = set()
@@ -308,8 +303,8 @@ def refuse_disconnected(
         )
 
 
-def _dead_layers(structures: Structures, mask: Mask) -> set[str]:
-    """Layers that lose all their channels; a depthwise one also loses those its input lost."""
+def _find_dead_layers(structures: Structures, mask: Mask) -> set[str]:
+    """Return the layers that lose all their channels; a depthwise layer also loses those its input lost."""
     gone: dict[str, set[int]] = {}
     width: dict[str, int] = {}
     for layer in structures.layers:

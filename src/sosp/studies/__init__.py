@@ -1,4 +1,4 @@
-"""Many prunings: compare methods, find and widen bottlenecks, redo the paper's experiments."""
+"""Compare methods, find and widen bottlenecks, and reproduce the paper's experiments."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""From a network to a smaller one: score, select, shrink, and what is left before any fine-tuning."""
+"""Prune the network of a cell: score, select, shrink, and measure it before any fine-tuning."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from sosp.surgery.shrink import shrink
 from sosp.training import evaluate, recalibrate
 
 NETWORK, FIGURES = "small.safetensors", "cut.json"
-HALVINGS = 10  # of the ratio, until EigenDamage leaves the share of parameters that was asked for
+HALVINGS = 10  # of the interval of ratios, to find where EigenDamage leaves the requested share of parameters
 
 
 @dataclass(frozen=True, eq=False)
 class CellPruningResult:
-    """A smaller network and its figures."""
+    """A pruned network and its figures."""
 
     model: nn.Module
     metrics: Mapping[str, float]
@@ -49,7 +49,7 @@ class CellPruningResult:
 
 
 class CellPruner:
-    """Cuts cells that begin with the same network; a saliency is kept while cells ask for it one after the other."""
+    """A pruner for cells that begin with the same network; consecutive cells share a saliency where they can."""
 
     def __init__(self, bench: Workspace, start: TrainedCell) -> None:
         self.bench, self.model = bench, open_network(bench, start)
@@ -57,8 +57,8 @@ class CellPruner:
         self.works: dict[tuple[str, int, str], PruningTask] = {}
         self.scored: tuple[Any, Saliency, float] | None = None
 
-    def cut(self, cell: PrunedCell, folder: Path) -> CellPruningResult:
-        """From the folder where it is there already, cut from this very network; else made, and kept there."""
+    def prune(self, cell: PrunedCell, folder: Path) -> CellPruningResult:
+        """Return the pruned network from the folder; prune and save it first if the folder has none of this network."""
         path = folder / FIGURES
         if not path.is_file() or read_json(path).get("start") != self.start:
             training_groups.delete_member_checkpoints(folder.parent, cell.name)
@@ -73,10 +73,10 @@ class CellPruner:
         save(folder / NETWORK, found.model, found.facts.get("mask"))
         facts = {k: v for k, v in found.facts.items() if k != "mask"}
         figures = {"metrics": dict(found.metrics), "seconds": dict(found.seconds), "facts": facts}
-        write_json(folder / FIGURES, {"start": self.start, **figures})  # last: with it, the cut is whole
+        write_json(folder / FIGURES, {"start": self.start, **figures})  # last: it marks the result as complete
 
-    def work(self, cell: PrunedCell) -> PruningTask:
-        """Structures as the cell wants them: all layers but the last and those on the downsampling path."""
+    def get_task(self, cell: PrunedCell) -> PruningTask:
+        """Return the task of a cell; it prunes all layers except the last and those on the downsampling path."""
         key = (cell.gate, cell.examples, cell.method if "coupled" in METHODS[cell.method].needs else "")
         if key not in self.works:
             plan = ComparisonPlan(
@@ -86,24 +86,25 @@ class CellPruner:
         return self.works[key]
 
     def _seen(self, cell: PrunedCell) -> nn.Module:
-        """The network that is scored: an untrained one with statistics of its own in its batch norms, not 0 and 1."""
+        """Return the network to score; an untrained one gets re-estimated batch-norm statistics instead of 0 and 1."""
         if cell.start.schedule.epochs:
             return self.model
         return recalibrate(self.model, self.bench.data(cell.start.data).train, seed=cell.seed)
 
     def saliency(self, cell: PrunedCell) -> tuple[Saliency, float]:
+        """Return the saliency of a cell and the seconds it took."""
         key = (cell.gate, cell.examples, cell.method, cell.seed)
         if self.scored is None or self.scored[0] != key:
-            self.scored = None  # before the next one: pairs are large
-            self.scored = (key, *self.work(cell).saliency(cell.method, cell.seed))
+            self.scored = None  # free it before the next one is computed: pairs are large
+            self.scored = (key, *self.get_task(cell).saliency(cell.method, cell.seed))
         return self.scored[1], self.scored[2]
 
 
 def find_refusal(bench: Workspace, cell: PrunedCell) -> SospError | None:
-    """Why this network does not allow the method, before hours are spent on training it; None if it does."""
+    """Return the error of a method that this network does not allow, or None; called before hours of training."""
     if cell.method in CHOOSERS or not METHODS[cell.method].needs:
         return None
-    model = bench.plain(cell.start)
+    model = bench.make_initial(cell.start)
     groups = "coupled" if "coupled" in METHODS[cell.method].needs else "independent"
     example = bench.example(cell.start.data)
     try:
@@ -139,11 +140,11 @@ def _prune_by_search(cutter: CellPruner, cell: PrunedCell) -> CellPruningResult:
 
 
 def _prune_by_eigendamage(cutter: CellPruner, cell: PrunedCell) -> CellPruningResult:
-    """EigenDamage, at the smallest ratio of directions that leaves at most the share of parameters."""
+    """Prune by EigenDamage, at the smallest ratio of directions that leaves at most the share of parameters."""
     what, share = cell.budget
     begun = time.perf_counter()
     if what != "params":
-        raise ArgumentError(f"{cell.name}: EigenDamage is asked for a share of parameters here, not of {what}.")
+        raise ArgumentError(f"{cell.name}: EigenDamage needs a share of parameters as its budget here, not of {what}.")
     data = cutter.bench.data(cell.start.data).train
     examples = min(cell.examples, len(data))
     turned = find_eigenbases(
@@ -173,7 +174,7 @@ def _prune_by_eigendamage(cutter: CellPruner, cell: PrunedCell) -> CellPruningRe
 
 
 def _try_ratio(turned: Eigenbases, ratio: float, cap: float) -> Any:
-    """None where that many directions cannot go."""
+    """Return the network without this ratio of directions, or None if that many cannot be removed."""
     try:
         return turned.without(ratio, cap, "smaller")
     except ArgumentError:
@@ -192,14 +193,14 @@ CHOOSERS: dict[str, Callable[[CellPruner, PrunedCell], CellPruningResult]] = {
 def _shrink_and_measure(
     cutter: CellPruner, cell: PrunedCell, mask: Mask, flow: Flow | None, seconds: dict[str, float]
 ) -> CellPruningResult:
-    """The smaller network, compared with the masked one; what it costs and what it can still do."""
+    """Shrink the network; measure its cost and its accuracy, next to the zeroed and the masked network."""
     model, bench = cutter.model, cutter.bench
     begun = time.perf_counter()
     flow = flow or follow_channels(model, bench.example(cell.start.data))
     plan = plan_removal(flow, mask)
     small, exact = shrink(model, plan, bench.example(cell.start.data)), plan.cost
     seconds["shrink"] = time.perf_counter() - begun
-    other = compute_alternative_cost(flow, flow.removed(mask.removed, mask.places))
+    other = compute_alternative_cost(flow, flow.find_removed_outputs(mask.removed, mask.own_norms))
     again = recalibrate(small, bench.data(cell.start.data).train, examples=5000, seed=cell.seed)
     four = {"zeroed": zero_structures(model, mask), "masked": masked(model, mask), "cut": small, "recalibrated": again}
     metrics = {
@@ -222,9 +223,9 @@ def _accuracies(bench: Workspace, cell: PrunedCell, networks: Mapping[str, nn.Mo
 
 @torch.no_grad()
 def zero_structures(model: nn.Module, mask: Mask) -> nn.Module:
-    """A copy in which the weights into the removed structures are zero and batch norms stay as they are.
+    """Return a copy with zero weights into the removed structures and unchanged batch norms.
 
-    The paper's theta without M (Sec. 2). The shift of a batch norm survives in it, which no smaller network computes.
+    The paper's theta without M (Sec. 2). It keeps the shifts of batch norms, which no smaller network computes.
     """
     twin = copy.deepcopy(model)
     for name, channels in mask.removed.items():

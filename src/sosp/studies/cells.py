@@ -1,4 +1,4 @@
-"""Cells: the smallest things an experiment measures, as data; a cell's name says all of it, equal cells are one."""
+"""Define cells, the smallest units that an experiment measures, as data; equal cells are measured once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TINY_WIDTH = 0.25
 
 @dataclass(frozen=True)
 class WideningSpec:
-    """Wider than it was: where ``of``, pruned, loses least ("expand"), or evenly to as many parameters ("widen")."""
+    """A widening of ``of``: of the blocks that lose least ("expand"), or even with as many parameters ("widen")."""
 
     how: str
     of: TrainedCell
@@ -36,24 +36,24 @@ class WideningSpec:
 
 @dataclass(frozen=True)
 class TrainedCell:
-    """A network as pruning finds it: trained from its first weights, or not at all (0 epochs)."""
+    """A network before pruning: trained from random weights, or untrained (0 epochs)."""
 
-    network: str  # of sosp.nets
-    data: str  # of sosp.data.load
+    network: str  # a name in sosp.nets
+    data: str  # a name for sosp.data.load
     schedule: Schedule = PAPER
     seed: int = 0
     width: float = 1.0
-    slimming: float = 0.0  # strength of the L1 term on the scales of batch norms (NN Slimming)
+    slimming: float = 0.0  # strength of the L1 penalty on batch-norm scales (NN Slimming)
     grown: WideningSpec | None = None
 
     @property
     def place(self) -> str:
-        """``resnet56x2-cifar10``."""
+        """Return network and dataset: ``resnet56x2-cifar10``."""
         return f"{self.network}{_times(self.width)}-{self.data}"
 
     @property
     def name(self) -> str:
-        """``resnet56-cifar10-e200-s0``; what is grown says from what it was found: ``-expand-e200``."""
+        """Return the name: ``resnet56-cifar10-e200-s0``; a widened network adds its origin: ``-expand-e200``."""
         slim = f"-slimming{self.slimming:g}" if self.slimming else ""
         grown = f"-{self.grown.how}-e{self.grown.of.schedule.epochs}" if self.grown else ""
         return f"{self.place}{slim}{grown}-e{self.schedule.epochs}-s{self.seed}"
@@ -64,15 +64,15 @@ class TrainedCell:
 
     @property
     def how(self) -> list[str]:
-        """What makes it another start than the plain trained network."""
+        """Return the words that distinguish it from the plain trained network."""
         return [*([self.grown.how] if self.grown else []), *(["init"] if not self.schedule.epochs else [])]
 
     def seeded(self, seed: int) -> TrainedCell:
-        """The same with another seed; cells that differ in nothing else are trials of one."""
+        """Return the cell with another seed; cells that differ only in the seed are trials of one."""
         return replace(self, seed=seed, grown=self.grown.seeded(seed) if self.grown else None)
 
     def in_epochs(self, epochs: int) -> TrainedCell:
-        """The same with a shorter schedule."""
+        """Return the cell with another number of epochs."""
         grown = self.grown.in_epochs(epochs) if self.grown else None
         return replace(self, schedule=set_schedule_epochs(self.schedule, epochs), grown=grown)
 
@@ -84,19 +84,19 @@ class TrainedCell:
 
 @dataclass(frozen=True)
 class PrunedCell:
-    """A network without what a method finds least needed, fine-tuned."""
+    """A network that a method prunes to a budget, then fine-tuned."""
 
     start: TrainedCell
     method: str
-    budget: tuple[str, float]  # ("ratio", 0.5) of the structures go; ("params", 0.1), ("macs", 0.1) are left
+    budget: tuple[str, float]  # ("ratio", 0.5) of the structures are removed; ("params", 0.1), ("macs", 0.1) remain
     tuning: Schedule = PAPER
     seed: int = 0  # of the examples and of the fine-tuning
     gate: str = "weights"  # as in the paper
     cap: float | None = None
     scale: str | None = None
     examples: int = 1000
-    shuffled: bool = False  # as many of every layer, but other ones
-    cycles: int = 1  # of the fine-tuning, one after the other
+    shuffled: bool = False  # remove random structures, as many per layer as the method does
+    cycles: int = 1  # consecutive runs of the fine-tuning schedule
     episodes: int = 400  # of the search of "amc"
 
     @property
@@ -105,24 +105,24 @@ class PrunedCell:
 
     @property
     def published(self) -> str:
-        """What the paper calls it: ``sosp-h*`` is scaled by kernel size."""
+        """Return the paper's name of the method: ``sosp-h*`` is scaled by kernel size."""
         name = "slimming-l1" if self.method == "slimming" and self.start.slimming else self.method
         more = [*self.start.how, *(["twice"] if self.cycles > 1 else []), *(["shuffled"] if self.shuffled else [])]
         return ", ".join([f"{name}{'*' * (self.scale == 'kernel')}", *more])
 
     @property
     def label(self) -> str:
-        """How tables call it: with the rate of the fine-tuning, where it is not that of the training."""
+        """Return the name in tables, with the learning rate of the fine-tuning if it differs from the training's."""
         return f"{self.published}, rate {self.tuning.rate:g}" if self.other_rate else self.published
 
     @property
     def other_rate(self) -> bool:
-        """Is it fine-tuned at another rate than it was trained at?"""
+        """Return True if fine-tuning and training have different learning rates."""
         return self.tuning.rate != self.start.schedule.rate
 
     @property
     def name(self) -> str:
-        """``resnet56-cifar10-e200-sosp-h-ratio0.5-weights-e200-s0``."""
+        """Return the name: ``resnet56-cifar10-e200-sosp-h-ratio0.5-weights-e200-s0``."""
         kind, value = self.budget
         amount = f"{value:g}" if value <= 1 else f"{value:.0f}"
         parts = [self.start.name.removesuffix("-s0"), self.method, f"{kind}{amount}", self.gate]
@@ -150,7 +150,7 @@ class PrunedCell:
 
 @dataclass(frozen=True)
 class TimedCell:
-    """How long the pruning step takes: scoring and selecting, without any training."""
+    """A time measurement of the pruning step: scoring and selecting, without any training."""
 
     network: str
     data: str
@@ -172,7 +172,7 @@ class TimedCell:
 
     @property
     def name(self) -> str:
-        """``resnet56x2-cifar10-sosp-h-weights-n1000-r5-time``."""
+        """Return the name: ``resnet56x2-cifar10-sosp-h-weights-n1000-r5-time``."""
         return f"{self.place}-{self.method}-{self.gate}-n{self.examples}-r{self.repeats}-time"
 
     def seeded(self, seed: int) -> TimedCell:
@@ -191,12 +191,12 @@ KINDS: dict[str, type[Any]] = {"trained": TrainedCell, "pruned": PrunedCell, "ti
 
 
 def set_schedule_epochs(schedule: Schedule, epochs: int) -> Schedule:
-    """The same shape in so many epochs: milestones are shares. What is not trained stays so."""
+    """Return the schedule with this number of epochs; milestones are shares of it. 0 epochs stay 0."""
     return replace(schedule, epochs=epochs) if schedule.epochs else schedule
 
 
 def encode_cell(cell: Cell) -> dict[str, Any]:
-    """The cell as JSON has it, with its kind."""
+    """Return the cell and its kind as JSON data."""
     kind = next(name for name, made in KINDS.items() if type(cell) is made)
     found: dict[str, Any] = json.loads(json.dumps({"kind": kind, **asdict(cell)}))
     return found

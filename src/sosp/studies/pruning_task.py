@@ -1,4 +1,4 @@
-"""A network and its data, ready to be pruned by any method at any ratio."""
+"""Prepare a network and its data for pruning by any method at any ratio."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sosp.graph.structures import find_structures
 from sosp.scoring.score import METHODS, check_structures, score
 from sosp.studies.compare.comparison_cells import ComparisonPlan
 
-BATCH = 250  # of the data that is scored with; passes cut it to what fits
+BATCH = 250  # examples per batch for scoring; passes reduce it to what fits into memory
 
 
 @dataclass(frozen=True, eq=False)
 class PruningTask:
-    """A network and its data, ready to be pruned by anything."""
+    """A network and its data, ready to be pruned by any method."""
 
     model: nn.Module
     data: Dataset
@@ -32,7 +32,7 @@ class PruningTask:
     made: dict[str, Structures] = field(default_factory=dict)
 
     def structures(self, method: str) -> Structures:
-        """What may be removed; every channel by itself, or by stream where a method needs that."""
+        """Return the structures of a method: single channels, or coupled ones of a stream if the method needs them."""
         groups = self.plan.groups_for(method)
         if groups not in self.made:
             options: dict[str, Any] = {"gate": self.plan.gate, "groups": groups, "exclude": self.plan.exclude}
@@ -40,7 +40,7 @@ class PruningTask:
         return self.made[groups]
 
     def saliency(self, method: str, seed: int) -> tuple[Saliency, float]:
-        """By one pass over examples that the seed draws; and the seconds it took."""
+        """Return the saliency, computed on examples that the seed draws, and the seconds it took."""
         examples, structures = self.examples(seed), self.structures(method)
         random = torch.Generator().manual_seed(seed)
         begun = self.clock()
@@ -49,14 +49,15 @@ class PruningTask:
 
     @property
     def count(self) -> int:
-        """How many examples are scored with."""
+        """Return the number of examples for scoring."""
         return min(self.plan.examples, len(self.data.train))
 
     def examples(self, seed: int) -> list[Any]:
-        """Those that the seed draws, in batches."""
+        """Return the examples that the seed draws, in batches."""
         return list(self.data.train.subset(self.count, seed).to(self.device).ordered(batch=BATCH))
 
     def clock(self) -> float:
+        """Return the time in seconds, after the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
@@ -65,7 +66,7 @@ class PruningTask:
 def prepare_task(
     model: nn.Module, data: Dataset, plan: ComparisonPlan, device: torch.device | str | None
 ) -> PruningTask:
-    """Everything that can be refused is refused here, before hours are spent."""
+    """Return the task; check every method of the plan here, before hours are spent."""
     first = next(iter(model.parameters())).device if device is None else torch.device(device)
 
     twin = copy.deepcopy(model).to(first).eval()
@@ -78,7 +79,7 @@ def prepare_task(
 
 
 def check_method(model: nn.Module, structures: Structures, method: str) -> None:
-    """Refuse a method that cannot be compared on this network."""
+    """Raise StructureError if a method cannot be compared on this network."""
     if "rotation" in METHODS[method].needs:
         check_replaceable_layers(model, structures)
     else:

@@ -1,4 +1,4 @@
-"""Where a record comes from: commit, versions, hardware."""
+"""Describe the origin of a record: commit, versions, hardware."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sosp.core.run_environment import describe_environment
 
 
 def describe_origin(device: torch.device) -> dict[str, Any]:
-    """What every record of a run has in common; not its command, which names folders of this machine."""
+    """Return what all records of a run share, without the command, which names folders of this machine."""
     found = {key: value for key, value in describe_environment((), device).items() if key != "command"}
     return {**found, "commit": find_commit(), "device": str(device)}
 
 
 def find_commit() -> str:
-    """Of the source: as ``SOSP_COMMIT`` says, else as git does, ``-dirty`` where files differ, else "unknown"."""
+    """Return the commit: ``SOSP_COMMIT``, or git's (``-dirty`` if files differ), or "unknown"."""
     if told := os.environ.get("SOSP_COMMIT"):
         return told
     ask = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

@@ -1,4 +1,4 @@
-"""Carry an experiment out: only the cells that are missing, each kept as soon as it is done."""
+"""Run the missing cells of an experiment; write each record as soon as its cell is done."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from sosp.training.watcher import Watcher
 
 @dataclass(frozen=True)
 class ExperimentState:
-    """Where an experiment stands."""
+    """The records of an experiment so far."""
 
-    records: Mapping[str, CellRecord | None]  # cell -> its record, None where it is missing
+    records: Mapping[str, CellRecord | None]  # cell -> its record, None if it is missing
 
     def count(self, state: str) -> int:
         return sum(record is not None and record.state == state for record in self.records.values())
@@ -36,7 +36,7 @@ class ExperimentState:
 
 
 class SilentWatcher:
-    """Is told nothing."""
+    """A watcher that ignores all events."""
 
     def event(self, name: str, facts: Mapping[str, Any]) -> None: ...
 
@@ -44,14 +44,14 @@ class SilentWatcher:
 
 
 def read_experiment_state(experiment: Experiment, results: Path) -> ExperimentState:
-    """Of every cell, what is there."""
+    """Return the records of all cells that have one."""
     return ExperimentState(
         {c.name: find_cell_record(results, choose_folder(c, experiment.name), c) for c in experiment.cells}
     )
 
 
 def list_missing(experiment: Experiment, cells: Sequence[Cell], results: Path, retry: bool) -> list[Cell]:
-    """Those of the cells that are not there, or, with ``retry``, not done."""
+    """Return the cells without a record and, with ``retry``, those that are not done."""
     known = read_experiment_state(experiment, results).records
     return [c for c in cells if (r := known[c.name]) is None or (retry and r.state != "done")]
 
@@ -64,15 +64,29 @@ def run_experiment(
     cells: Sequence[Cell] | None = None,
     retry: bool = False,
 ) -> ExperimentState:
-    """Measure what is missing of all cells, or of these, several networks side by side; then where it stands.
+    """Measure the missing cells, several networks side by side.
 
-    ``watch`` is told how it goes. Killed at any time, the same call goes on where it was.
+    If the process is killed, the same call resumes the experiment.
+
+    Args:
+        experiment: The cells to measure.
+        setting: Folders, device and data, an ``ExperimentSettings``.
+        watch: A watcher that receives the progress.
+        cells: The cells of the experiment to measure; by default all.
+        retry: Measure refused and failed cells again.
+
+    Returns:
+        The records of all cells of the experiment.
+
+    Raises:
+        DataError: If no dataset of the missing cells is available.
+        RunError: If a folder is in use by another process or not writable, or a record is malformed.
     """
     bench, watch = Workspace(setting), watch or SilentWatcher()
-    with bench.locked():
+    with bench.lock_folders():
         wanted = experiment.cells if cells is None else cells
         todo = list_missing(experiment, wanted, setting.results, retry)
-        if todo and not any(isinstance(cell, TimedCell) or bench.has(find_dataset(cell)) for cell in wanted):
+        if todo and not any(isinstance(cell, TimedCell) or bench.has_data(find_dataset(cell)) for cell in wanted):
             raise bench.refusals[find_dataset(todo[0])]
         todo = _with_data(bench, todo, watch)
         watch.event("plan", {"experiment": experiment.name, "missing": len(todo)})
@@ -81,14 +95,14 @@ def run_experiment(
                 _keep(bench, timing.measure_cell(bench, cell, experiment.name), experiment, watch)
         left = _keep_prunable(bench, experiment, [cell for cell in todo if isinstance(cell, PrunedCell)], watch)
         begun = collect_starts([*(cell for cell in todo if isinstance(cell, TrainedCell)), *left])
-        starting_networks.prepare_networks(bench, begun, experiment.together, watch)
+        starting_networks.prepare_networks(bench, begun, experiment.group_size, watch)
         _prune(bench, experiment, left, watch)
     return read_experiment_state(experiment, setting.results)
 
 
 def _with_data(bench: Workspace, cells: list[Cell], watch: Watcher) -> list[Cell]:
-    """Those whose data is there; of the others somebody is told. Times can be taken without any."""
-    absent = [cell for cell in cells if not isinstance(cell, TimedCell) and not bench.has(find_dataset(cell))]
+    """Return the cells whose data is available and report the others; timing needs no data."""
+    absent = [cell for cell in cells if not isinstance(cell, TimedCell) and not bench.has_data(find_dataset(cell))]
     for name, waiting in Counter(map(find_dataset, absent)).items():
         watch.event("absent", {"data": name, "cells": waiting, "reason": str(bench.refusals[name])})
     return [cell for cell in cells if cell not in absent]
@@ -97,7 +111,7 @@ def _with_data(bench: Workspace, cells: list[Cell], watch: Watcher) -> list[Cell
 def _keep_prunable(
     bench: Workspace, experiment: Experiment, cells: list[PrunedCell], watch: Watcher
 ) -> list[PrunedCell]:
-    """Without the cells whose method the network does not allow: that is kept before the network is trained."""
+    """Return the cells whose method the network allows; record the others before their network is trained."""
     refusals: dict[tuple[TrainedCell, str, str], SospError | None] = {}
     for cell in cells:
         key = (cell.start, cell.method, cell.gate)
@@ -117,8 +131,8 @@ def _keep_prunable(
 
 
 def _prune(bench: Workspace, experiment: Experiment, cells: list[PrunedCell], watch: Watcher) -> None:
-    """Group by group: cut, fine-tune, keep. A network that breaks off is kept as failed and the others begin anew."""
-    place, most = bench.setting.work / experiment.name, bench.together(experiment.together)
+    """Prune, fine-tune and record the cells by groups; after a failed training, the other members start again."""
+    place, most = bench.setting.work / experiment.name, bench.group_size(experiment.group_size)
     every = {cell.name: cell for cell in list_pruned_cells(experiment)}
     known = {name: _training(cell) for name, cell in every.items()}
     left = {cell.name: known[cell.name] for cell in cells}
@@ -128,7 +142,7 @@ def _prune(bench: Workspace, experiment: Experiment, cells: list[PrunedCell], wa
         mine = {name: every[name] for name in group.names}
         cutters |= {c.start: CellPruner(bench, c.start) for c in mine.values() if c.start not in cutters}
         cuts = _cut(bench, experiment, mine, cutters, watch)
-        gone = set(mine) - set(cuts)  # refused: the others find new company
+        gone = set(mine) - set(cuts)  # refused: the others form new groups
         if not gone:
             try:
                 _tune(bench, experiment, group, mine, cuts, watch)
@@ -156,11 +170,11 @@ def _cut(
     cutters: Mapping[TrainedCell, CellPruner],
     watch: Watcher,
 ) -> dict[str, CellPruningResult]:
-    """The smaller networks; a refusal is kept, and that cell left out. Equal saliencies come one after the other."""
+    """Return the pruned networks without refused cells, which are recorded; cells of one saliency are consecutive."""
     found: dict[str, CellPruningResult] = {}
     for cell in sorted(cells.values(), key=lambda c: (c.method, c.gate, c.seed, c.examples)):
         try:
-            found[cell.name] = cutters[cell.start].cut(cell, bench.setting.work / experiment.name / cell.name)
+            found[cell.name] = cutters[cell.start].prune(cell, bench.setting.work / experiment.name / cell.name)
         except SospError as error:
             _keep(bench, _record_refusal(bench, cell, experiment, "refused", error), experiment, watch)
         else:
@@ -184,7 +198,7 @@ def _tune(
     parts = training_groups.describe_parts(group, place, bench.setting.origin)
     for name, (_, history) in done.items():
         _keep(bench, _record_result(bench, cells[name], experiment, cuts[name], history, parts), experiment, watch)
-    for name in done:  # only now: killed before, all of the group would be needed again
+    for name in done:  # only now: a killed training needs all networks of the group to resume
         shutil.rmtree(place / name, ignore_errors=True)
 
 
@@ -213,7 +227,7 @@ def _record_result(
 
 
 def _record_refusal(bench: Workspace, cell: Cell, experiment: Experiment, how: str, error: SospError) -> CellRecord:
-    """The record of a cell that has no figures."""
+    """Return the record of a cell that has no figures."""
     return CellRecord(
         encode_cell(cell), cell.name, experiment.name, how, reason=str(error), origin=bench.setting.origin
     )

@@ -1,4 +1,4 @@
-"""The networks that cells begin with: given by the user, or trained; each has a record and a file."""
+"""Load or train the networks that cells begin with; each has a record and a file."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from sosp.training.watcher import Watcher
 
 
 def is_available(bench: Workspace, start: TrainedCell) -> bool:
-    """Its weights, and the record that says what they are worth."""
+    """Return True if there is a file of weights and a record of these very weights."""
     record = find_cell_record(bench.setting.results, NETWORKS, start)
-    known = bench.given(start) or bench.network_file(start)
+    known = bench.find_given_file(start) or bench.network_file(start)
     return known.is_file() and record is not None and record.facts.get("sha256") == hash_weights_file(known)
 
 
 def is_missing(bench: Workspace, start: TrainedCell) -> bool:
-    """Nobody gives it, and it is not there."""
-    return bench.given(start) is None and not is_available(bench, start)
+    """Return True if the network is neither given by the user nor available."""
+    return bench.find_given_file(start) is None and not is_available(bench, start)
 
 
 def list_untrained(bench: Workspace, cells: Iterable[Cell]) -> list[TrainedCell]:
-    """The networks that cells need, and those that they are grown from, as far as they must be trained."""
+    """Return the untrained networks that cells need, including those that others are widened from."""
     found: dict[TrainedCell, None] = {}
     for start in collect_starts(cells):
         chain = [start]
@@ -46,13 +46,13 @@ def list_untrained(bench: Workspace, cells: Iterable[Cell]) -> list[TrainedCell]
 
 
 def open_network(bench: Workspace, start: TrainedCell) -> nn.Module:
-    """The network with its weights, in eval mode on the device."""
-    file = bench.given(start) or bench.network_file(start)
+    """Return the network with its weights, in eval mode on the device."""
+    file = bench.find_given_file(start) or bench.network_file(start)
     return by_name.load_weights(widened_networks.initialise_network(bench, start), file).to(bench.device).eval()
 
 
 def describe_start(bench: Workspace, start: TrainedCell) -> dict[str, object]:
-    """What a record says about the network that its cell began with."""
+    """Return what a record states about the network that its cell began with."""
     record = find_cell_record(bench.setting.results, NETWORKS, start)
     assert record is not None
     known = {"name": start.name, "accuracy": record.metrics["accuracy"], "params": record.metrics["params"]}
@@ -60,7 +60,7 @@ def describe_start(bench: Workspace, start: TrainedCell) -> dict[str, object]:
 
 
 def prepare_networks(bench: Workspace, starts: Collection[TrainedCell], most: int, watch: Watcher) -> None:
-    """Everything that is not there yet: what is given is measured, the rest is trained side by side."""
+    """Prepare the networks that are not available: measure given ones, train the others side by side."""
     grown = [start.grown for start in starts if start.grown is not None and not is_available(bench, start)]
     if grown:
         prepare_networks(bench, dict.fromkeys(g.of for g in grown), most, watch)
@@ -68,13 +68,13 @@ def prepare_networks(bench: Workspace, starts: Collection[TrainedCell], most: in
             widened_networks.save_widening(bench, growth, open_network(bench, growth.of))
     missing = [start for start in starts if not is_available(bench, start)]
     for start in missing:
-        if (file := bench.given(start)) is not None:
+        if (file := bench.find_given_file(start)) is not None:
             watch.event("given", {"cell": start.name, "file": str(file)})
             _keep(bench, start, open_network(bench, start), (), {"source": f"given: {file.name}"}, watch)
-    ours = {s.name: s for s in starts if bench.given(s) is None}
+    ours = {s.name: s for s in starts if bench.find_given_file(s) is None}
     known = {name: SharedTraining(s.data, s.schedule, slimming=s.slimming) for name, s in ours.items()}
     wanted = {s.name: known[s.name] for s in missing if s.name in known}
-    for group in training_groups.form_groups(wanted, known, bench.setting.work / NETWORKS, bench.together(most)):
+    for group in training_groups.form_groups(wanted, known, bench.setting.work / NETWORKS, bench.group_size(most)):
         _train(bench, group, {name: ours[name] for name in group.names}, watch)
 
 
@@ -92,7 +92,7 @@ def _train(bench: Workspace, group: TrainingGroup, starts: dict[str, TrainedCell
 
 
 def reset_memory_format(model: nn.Module) -> nn.Module:
-    """In the usual layout, whatever made training fast."""
+    """Return the network in eval mode and torch's default memory format, which training may have changed."""
     return model.to(memory_format=torch.contiguous_format).eval()  # type: ignore[call-overload]
 
 
@@ -104,8 +104,8 @@ def _keep(
     facts: dict[str, Any],
     watch: Watcher,
 ) -> None:
-    """Its file, where it is ours, and its record."""
-    file = bench.given(start)
+    """Write the record of a network, and its file unless the user gave one."""
+    file = bench.find_given_file(start)
     if file is None:
         file = bench.network_file(start)
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""How long the pruning step takes, warmed up and repeated."""
+"""Measure how long the pruning step takes, after a warm-up and with repeats."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from sosp.studies.cells import TimedCell, encode_cell
 from sosp.studies.workspace import Workspace, make_network
 from sosp.training import recalibrate
 
-# What a dataset's images look like, for when it is not there: channels, edge, classes.
+# Channels, edge and classes of a dataset's images, used if its files are missing.
 SHAPES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "imagenet": (3, 224, 1000), "digits": (1, 8, 10)}
 BATCH = 250
-FEW = 32  # examples that warm up where one pass takes minutes
+FEW = 32  # examples for the warm-up if one pass takes minutes
 
 Batches = list[tuple[Tensor, Tensor]]
 
 
 def measure_cell(bench: Workspace, cell: TimedCell, experiment: str) -> CellRecord:
-    """The record of a cell: mean and deviation over its repeats, scoring and selecting apart."""
+    """Return the record of a cell: mean and standard deviation over repeats, and means of scoring and selecting."""
     batches, classes, source = make_batches(bench, cell)
     network = make_network(cell.network, classes, cell.width, cell.seed).to(bench.device)
     network = recalibrate(network, batches)
@@ -66,7 +66,7 @@ def measure_cell(bench: Workspace, cell: TimedCell, experiment: str) -> CellReco
 def _once(
     bench: Workspace, cell: TimedCell, network: nn.Module, structures: Structures, batches: Batches
 ) -> tuple[float, float]:
-    """Seconds to score, and to select."""
+    """Return the seconds of scoring and of selecting."""
     begun = _clock(bench.device)
     random = torch.Generator().manual_seed(cell.seed)
     examples = sum(len(y) for _, y in batches)
@@ -83,8 +83,8 @@ def _clock(device: torch.device) -> float:
 
 
 def make_batches(bench: Workspace, cell: TimedCell) -> tuple[Batches, int, str]:
-    """Batches on the device, the number of classes, and what they are."""
-    if bench.has(cell.data):
+    """Return batches on the device, the number of classes, and the name of the inputs."""
+    if bench.has_data(cell.data):
         data = bench.data(cell.data)
         few = data.train.subset(min(cell.examples, len(data.train)), cell.seed)
         return list(few.to(bench.device).ordered(batch=BATCH)), len(data.classes), cell.data

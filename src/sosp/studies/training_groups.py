@@ -1,4 +1,4 @@
-"""Train several networks side by side in a folder of their own, which says whose it is: killed, it goes on."""
+"""Train several networks side by side in one folder, which names them and lets a killed training resume."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sosp.training import Epoch, Schedule, Trained
 from sosp.training.watcher import Watcher
 
 MEMBERS = "members.json"
-PARTS = "parts.json"  # of a training that was moved: from which epoch on, by what
-ORIGIN_KEYS = ("hardware", "torch", "commit")  # of each part
+PARTS = "parts.json"  # of a training that was moved: the first epoch on each machine
+ORIGIN_KEYS = ("hardware", "torch", "commit")  # noted for each part
 
 
 @dataclass(frozen=True)
 class SharedTraining:
-    """What networks must have in common to be trained side by side."""
+    """The settings that networks must share to be trained side by side."""
 
     data: str
     schedule: Schedule
@@ -36,7 +36,7 @@ class SharedTraining:
 
 @dataclass(frozen=True)
 class TrainingGroup:
-    """Networks by name that share a training; the order is that of the checkpoint."""
+    """Names of networks that share a training, in the order of the checkpoint."""
 
     training: SharedTraining
     names: tuple[str, ...]
@@ -49,9 +49,9 @@ class TrainingGroup:
 def form_groups(
     wanted: Mapping[str, SharedTraining], known: Mapping[str, SharedTraining], place: Path, most: int
 ) -> list[TrainingGroup]:
-    """What is wanted in groups of at most ``most``; those that were begun come first, as they were, however large.
+    """Return groups of at most ``most`` wanted networks; unfinished groups come first, unchanged, however large.
 
-    A group that was begun may have members that are known but not wanted: they are trained to their end with it.
+    An unfinished group may have members that are known but not wanted; they are trained to the end with it.
     """
     found: list[TrainingGroup] = []
     taken: set[str] = set()
@@ -66,7 +66,7 @@ def form_groups(
 
 
 def _begun(known: Mapping[str, SharedTraining], place: Path) -> list[TrainingGroup]:
-    """The groups that have a folder, of networks that are known."""
+    """Return the groups of known networks that have a folder."""
     found = []
     for path in sorted(place.glob(f"group-*/{MEMBERS}")):
         names = tuple(read_json(path))
@@ -86,7 +86,7 @@ def train_group(
     place: Path,
     watch: Watcher,
 ) -> dict[str, tuple[nn.Module, tuple[Epoch, ...]]]:
-    """Every network after all cycles, with the history of all of them."""
+    """Return every network after all cycles, with the history of all cycles."""
     folder, training = group.folder(place), group.training
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / MEMBERS, list(group.names))
@@ -141,7 +141,7 @@ def _cycle(
 
 
 def _begin_part(path: Path, epoch: int, origin: Mapping[str, Any]) -> None:
-    """Note who trains from this epoch on; what was noted for it and later was lost, since it is trained again."""
+    """Note the origin from this epoch on, and remove notes on later epochs, which are trained again."""
     before = [part for part in (read_json(path) if path.is_file() else []) if part["from"] < epoch]
     if not before or _select_origin(before[-1]) != _select_origin(origin):
         before.append({"from": epoch, **_select_origin(origin)})
@@ -149,7 +149,7 @@ def _begin_part(path: Path, epoch: int, origin: Mapping[str, Any]) -> None:
 
 
 def describe_parts(group: TrainingGroup, place: Path, origin: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record adds to its origin where not all of the training was done there; else nothing."""
+    """Return the parts of a training for its record if some ran elsewhere; otherwise an empty dict."""
     path = group.folder(place) / PARTS
     found = read_json(path) if path.is_file() else []
     return {} if all(_select_origin(part) == _select_origin(origin) for part in found) else {"parts": found}
@@ -160,12 +160,12 @@ def _select_origin(origin: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def delete_member_checkpoints(place: Path, name: str) -> None:
-    """Checkpoints of groups that this network is a member of: it is another one now."""
+    """Delete the checkpoints of all groups with this network, whose weights have changed."""
     for path in place.glob(f"group-*/{MEMBERS}"):
         if name in read_json(path):
             shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def delete_checkpoints(group: TrainingGroup, place: Path) -> None:
-    """Checkpoints that nobody needs any more."""
+    """Delete the checkpoints of a group."""
     shutil.rmtree(group.folder(place), ignore_errors=True)

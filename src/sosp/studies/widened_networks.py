@@ -1,4 +1,4 @@
-"""Networks that are wider where another one, pruned, loses least: what is widened is chosen once and kept."""
+"""Make networks that are wider where a pruned one loses least; the choice is made once and saved."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from sosp.studies.workspace import Workspace
 
 
 def initialise_network(bench: Workspace, start: TrainedCell) -> nn.Module:
-    """The network as it is initialised, on the device; a grown one by the choice that was kept."""
+    """Return the initial network on the device; a widened one follows the saved choice."""
     if start.grown is None:
-        return bench.plain(start)
+        return bench.make_initial(start)
     return make_start_widenable(bench, start).make(read_factors(bench, start.grown), start.seed).to(bench.device)
 
 
 def make_start_widenable(bench: Workspace, start: TrainedCell) -> WidenableNetwork:
-    """The network as a function of its widths."""
+    """Return the network as a function of its widths."""
     classes = len(bench.data(start.data).classes)
     example = bench.example(start.data).cpu()
     return make_widenable(lambda width: nets.make(start.network, classes=classes, width=width), example, start.width)
 
 
 def save_widening(bench: Workspace, grown: WideningSpec, root: nn.Module) -> None:
-    """Find what is widened, by the bottlenecks of ``root``, and keep it; scoring again might round otherwise."""
+    """Choose what to widen by the bottlenecks of ``root`` and save it; scoring again might round differently."""
     path = _file(bench, grown)
     if path.is_file():
         return
@@ -52,7 +52,7 @@ def save_widening(bench: Workspace, grown: WideningSpec, root: nn.Module) -> Non
 
 
 def read_factors(bench: Workspace, grown: WideningSpec) -> dict[str, float]:
-    """Layer -> factor: of what is too narrow, or of all layers alike."""
+    """Return layer -> factor: of the layers that are too narrow, or the same for all layers."""
     kept = read_json(_file(bench, grown))
     if grown.how == "expand":
         return dict(kept["factors"])
@@ -60,7 +60,7 @@ def read_factors(bench: Workspace, grown: WideningSpec) -> dict[str, float]:
 
 
 def describe_widening(bench: Workspace, start: TrainedCell) -> dict[str, Any]:
-    """What a record says about the growth of its network."""
+    """Return what a record states about the widening of its network."""
     if start.grown is None:
         return {}
     kept = read_json(_file(bench, start.grown))
@@ -71,5 +71,5 @@ def describe_widening(bench: Workspace, start: TrainedCell) -> dict[str, Any]:
 
 
 def _file(bench: Workspace, grown: WideningSpec) -> Path:
-    """Both ways of growing share a choice."""
+    """Return the file of the choice, which both ways of widening share."""
     return bench.setting.work / "networks" / f"{grown.of.name}-bottlenecks.json"

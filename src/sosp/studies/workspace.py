@@ -1,4 +1,4 @@
-"""Where experiments are carried out: folders, device, datasets, and the networks that cells begin with."""
+"""Provide the folders, the device, the datasets and the initial networks of experiments."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from sosp.studies.record_origin import describe_origin
 
 EMBEDDED = ("digits",)
 LOCK = ".lock"
-ROWS = 8  # of the example
-GROUP_SIZES = {False: 1, True: 8}  # networks side by side: on a CPU one after the other takes as long
+ROWS = 8  # batch size of the example
+GROUP_SIZES = {False: 1, True: 8}  # networks side by side, without and with CUDA; on a CPU they would save no time
 
 
 @dataclass(frozen=True)
 class ExperimentSettings:
-    """What the user chooses."""
+    """The user's settings for experiments."""
 
     results: Path
     work: Path  # checkpoints and networks
     device: torch.device
     data_dir: Path | None = None
     weights: Mapping[str, Path] = field(default_factory=dict)  # "resnet56" or "resnet56-cifar10" -> file
-    origin: Mapping[str, Any] = field(default_factory=dict)  # of every record; else what is found out here
+    origin: Mapping[str, Any] = field(default_factory=dict)  # for every record; by default that of this machine
     save_every: float = 120.0  # seconds between two checkpoints within an epoch
 
     def __post_init__(self) -> None:
-        for name in ("results", "work", "data_dir"):  # as they are typed
+        for name in ("results", "work", "data_dir"):  # may be strings
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else Path(value))
         object.__setattr__(self, "weights", {name: Path(file) for name, file in self.weights.items()})
@@ -48,7 +48,7 @@ class ExperimentSettings:
 
 
 class Workspace:
-    """A setting, with what was loaded so far."""
+    """The settings of an experiment, and the datasets that were loaded so far."""
 
     def __init__(self, setting: ExperimentSettings) -> None:
         self.setting = setting
@@ -59,8 +59,8 @@ class Workspace:
     # --- folders ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Only one process at a time works there; all folders are there and can be written to."""
+    def lock_folders(self) -> Iterator[None]:
+        """Create the folders, check that they are writable, and keep other processes out."""
         work = self.setting.work
         for folder in (work, self.setting.results):
             _make(folder)
@@ -72,17 +72,17 @@ class Workspace:
             yield
 
     def network_file(self, start: TrainedCell) -> Path:
-        """Where a trained network is kept."""
+        """Return the file of a trained network."""
         return self.setting.work / "networks" / f"{start.name}.safetensors"
 
-    def together(self, most: int) -> int:
-        """How many networks are trained side by side."""
+    def group_size(self, most: int) -> int:
+        """Return the number of networks to train side by side."""
         return min(most, GROUP_SIZES[self.device.type == "cuda"])
 
     # --- data -------------------------------------------------------------------------------------------
 
     def data(self, name: str) -> Dataset:
-        """The dataset, on the device."""
+        """Return the dataset on the device."""
         if name in self.refusals:
             raise self.refusals[name]
         if name not in self.loaded:
@@ -102,7 +102,8 @@ class Workspace:
             found = load(name, self.setting.data_dir)
         return replace(found, train=found.train.to(self.device), test=found.test.to(self.device))
 
-    def has(self, name: str) -> bool:
+    def has_data(self, name: str) -> bool:
+        """Return True if the dataset can be loaded."""
         try:
             self.data(name)
         except DataError:
@@ -115,14 +116,14 @@ class Workspace:
 
     # --- networks ---------------------------------------------------------------------------------------
 
-    def given(self, start: TrainedCell) -> Path | None:
-        """The file that the user names for a network."""
+    def find_given_file(self, start: TrainedCell) -> Path | None:
+        """Return the file that the user gives for a network, or None."""
         if not is_loadable(start):
             return None
         return self.setting.weights.get(start.place) or self.setting.weights.get(start.network)
 
-    def plain(self, start: TrainedCell) -> nn.Module:
-        """As it is initialised, not grown; on the device."""
+    def make_initial(self, start: TrainedCell) -> nn.Module:
+        """Return the initial network without widening, on the device."""
         classes = len(self.data(start.data).classes)
         return make_network(start.network, classes, start.width, start.seed).to(self.device)
 
@@ -137,7 +138,7 @@ def _make(folder: Path) -> None:
 
 
 def is_loadable(start: TrainedCell) -> bool:
-    """Only the plain one of the first seed, trained to its end."""
+    """Return True if the user may give weights: for a plain, trained network of the first seed."""
     return not (start.seed or start.slimming or start.width != 1.0 or start.grown) and start.schedule.epochs > 0
 
 
@@ -146,7 +147,7 @@ def make_network(network: str, classes: int, width: float, seed: int) -> nn.Modu
 
 
 def parse_weights(given: list[str], known: list[str]) -> dict[str, Path]:
-    """``NAME=FILE``, as the command line has it."""
+    """Return name -> file from the ``NAME=FILE`` words of the command line."""
     found = {}
     for word in given:
         name, equals, file = word.partition("=")

@@ -57,7 +57,7 @@ class PaddedModel:
         return _fill_zeros(x, axes)
 
     @torch.no_grad()
-    def shrunk(self, model: nn.Module) -> nn.Module:
+    def remove_padding(self, model: nn.Module) -> nn.Module:
         """The small network with the numbers of one with room, on its device and in its layout."""
         small = copy.deepcopy(self.small)
         theirs = _tensors(model)

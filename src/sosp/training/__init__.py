@@ -1,4 +1,4 @@
-"""Train, evaluate and recalibrate networks; nothing here knows of pruning."""
+"""Train, evaluate and recalibrate networks, without knowledge of pruning."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What may take part in a training without the loop knowing what it is: terms of the loss, parameters, a last word."""
+"""Define the callback of a training: extra loss terms, extra parameters and a hook after every step."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from torch import Tensor, nn
 
 
 class Companion:
-    """Takes part in the training of one network; every network gets a copy of its own. Override what is needed.
+    """A callback in the training of one network. Each network gets its own copy. Override the methods you need.
 
-    All of it may run inside a CUDA graph: no decisions by numbers. Tensors that live from step to step are named by
-    ``tensors`` and change in place, so that a checkpoint has them.
+    All methods may run inside a CUDA graph, so they must not branch on tensor values. Tensors that are kept from step
+    to step are returned by ``tensors`` and change in place, so that a checkpoint contains them.
     """
 
-    replaces = False  # True: its loss takes the place of the labels', which are then only counted
+    replaces = False  # True: its loss replaces the loss of the labels, which then only count for the accuracy
 
     def begin(self, model: nn.Module) -> Mapping[str, nn.Parameter]:
-        """Look at the network that will learn; parameters that learn along, by name."""
+        """Inspect the network before training. Return extra parameters to train, by name."""
         return {}
 
     def loss(self, model: nn.Module, inputs: Any, outputs: Any, labels: Tensor) -> Tensor | None:
-        """What is added to the mean loss of a batch, or takes its place."""
+        """Return a term to add to the mean loss of a batch, or to replace it with (see ``replaces``)."""
         return None
 
     def after(self, model: nn.Module, rate: float | Tensor) -> None:
-        """After every step, with the rate it was made with; without gradients."""
+        """Run after every step, without gradients. ``rate`` is the learning rate of the step."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What it remembers from step to step, besides the parameters of ``begin``."""
+        """Return the tensors to keep from step to step, in addition to the parameters of ``begin``."""
         return {}

@@ -1,4 +1,4 @@
-"""Checkpoints of a training: one file each, the last two are kept, the newest good one is where it goes on."""
+"""Write, keep and read the checkpoints of a training: one file each, of which the last two are kept."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from sosp.training.schedule import Schedule, describe_schedule_change
 
 NAME = re.compile(r"checkpoint-(\d{8,})\.safetensors")
 KEPT = 2
-# What a killed writer leaves behind: our own file, and the one that safetensors renames to it.
+# Temporary files of a killed writer: our own, and the one that safetensors renames to it.
 LEFT = re.compile(r"\.checkpoint-\d{8,}\.safetensors\.[0-9a-f]{16}\.tmp|\.tmp[A-Za-z0-9]{6}")
 OURS = b'{"__metadata__":{"sosp":'
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint could not be written or read; training goes on without it."""
+    """A checkpoint could not be written or read; training continues without it."""
 
 
 @dataclass(frozen=True)
 class TrainingPosition:
-    """Where a training stands: so many batches of this epoch are done."""
+    """The position of a training: the epoch and the number of its batches that are done."""
 
     epoch: int = 0
     batch: int = 0
-    seconds: float = 0.0  # that they took
+    seconds: float = 0.0  # that these batches took
 
 
 @dataclass(frozen=True)
 class TrainingIdentity:
-    """What must be the same for a training to go on from a checkpoint."""
+    """The properties that must agree for a training to continue from a checkpoint."""
 
     schedule: Schedule
     seeds: Mapping[str, int]
@@ -54,23 +54,25 @@ class TrainingIdentity:
     def of(
         cls, learners: Mapping[str, Learner], schedule: Schedule, seeds: Mapping[str, int], examples: int
     ) -> TrainingIdentity:
+        """Return the identity of a training of these learners."""
         shapes = {n: a.shapes() for n, a in learners.items()}
         return cls(schedule, dict(seeds), examples, shapes)
 
     def document(self) -> dict[str, Any]:
+        """Return the identity as JSON values."""
         shapes = {n: dict(s) for n, s in self.shapes.items()}
         return {"schedule": asdict(self.schedule), "seeds": self.seeds, "examples": self.examples, "shapes": shapes}
 
-    def refusal(self, other: dict[str, Any]) -> str | None:
-        """How a stored training differs from this one, in words; None where it does not."""
+    def describe_mismatch(self, other: dict[str, Any]) -> str | None:
+        """Describe the first difference between a stored training and this one; None if they agree."""
         if (gap := describe_schedule_change(self.schedule, other["schedule"])) is not None:
             return f"the schedule's {gap}"
         if (names := other["shapes"].keys()) != self.shapes.keys():
-            return f"it holds the networks {sorted(names)} and these are {sorted(self.shapes)}"
+            return f"it holds the networks {sorted(names)}, but this training has {sorted(self.shapes)}"
         if other["seeds"] != self.seeds:
             return f"the seed was {_plain(other['seeds'])} and is {_plain(self.seeds)}"
         if other["examples"] != self.examples:
-            return f"there were {other['examples']} training examples and are {self.examples}"
+            return f"there were {other['examples']} training examples and now there are {self.examples}"
         return _describe_shape_mismatch(self.shapes, other["shapes"])
 
 
@@ -81,21 +83,23 @@ def _plain(seeds: Mapping[str, int]) -> Any:
 def _describe_shape_mismatch(mine: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     for name, shapes in mine.items():
         for key in sorted(shapes.keys() ^ other[name].keys()):
-            return f"it is of another network: {key!r} is in one of the two only"
+            return f"it belongs to another network: {key!r} is in only one of the two"
         for key, shape in shapes.items():
             if other[name][key] != shape:
-                return f"it is of another network: {key!r} had shape {tuple(other[name][key])} and has {tuple(shape)}"
+                return (
+                    f"it belongs to another network: {key!r} had shape {tuple(other[name][key])} and has {tuple(shape)}"
+                )
     return None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the newest first."""
+    """Return the checkpoints in a folder, the newest first."""
     found = [p for p in folder.iterdir() if NAME.fullmatch(p.name)] if folder.is_dir() else []
     return sorted(found, key=lambda p: int(NAME.fullmatch(p.name)[1]), reverse=True)  # type: ignore[index]
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder, and see that it can be written to before hours are spent."""
+    """Create the folder and check that it is writable, before hours are spent on training."""
     trial = folder / ".sosp-trial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,12 +111,12 @@ def prepare_folder(folder: Path) -> None:
     except OSError as error:
         raise CheckpointError(
             f"{folder}: checkpoints cannot be written there ({type(error).__name__}: {error.strerror}). "
-            "Give a folder that can be written to, or folder=None to train without checkpoints."
+            "Give a writable folder, or folder=None to train without checkpoints."
         ) from error
 
 
 def _is_ours(path: Path) -> bool:
-    """Nothing yet, or the start of a checkpoint: other programs have files with such names as well."""
+    """Return whether a file is empty or begins like a checkpoint; other programs also use such file names."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -127,14 +131,16 @@ def save_checkpoint(
     place: TrainingPosition,
     history: dict[str, Any],
 ) -> Path | None:
-    """Write a checkpoint, then remove all but the last two; None, with a warning, where it could not be written."""
+    """Write a checkpoint and remove all but the last two. If it cannot be written, warn and return None."""
     steps = max(int(learner.count) for learner in learners.values())
     path = folder / f"checkpoint-{steps:08d}.safetensors"
     document = {"training": identity.document(), "place": asdict(place), "history": history}
     try:
         write_safetensors(path, json.dumps(document), _tensors(learners))
     except CheckpointError as error:
-        warnings.warn(f"{path} {error} Training goes on; older checkpoints stay.", CheckpointWarning, stacklevel=2)
+        warnings.warn(
+            f"{path} {error} Training continues; older checkpoints are kept.", CheckpointWarning, stacklevel=2
+        )
         return None
     for old in list_checkpoints(folder)[KEPT:]:
         with suppress(OSError):
@@ -143,8 +149,8 @@ def save_checkpoint(
 
 
 def _tensors(learners: Mapping[str, Learner]) -> dict[str, Tensor]:
-    """Copies on the CPU, none of which share memory."""
-    found = {f"{k}/{n}": x for k, a in enumerate(learners.values()) for n, x in a.stored().items()}
+    """Return copies of all tensors on the CPU; no two share memory."""
+    found = {f"{k}/{n}": x for k, a in enumerate(learners.values()) for n, x in a.copy_tensors().items()}
     found["random/cpu"] = torch.get_rng_state()
     device = next(iter(learners.values())).device
     if device.type == "cuda":
@@ -154,16 +160,16 @@ def _tensors(learners: Mapping[str, Learner]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class TrainingCheckpoint:
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     place: TrainingPosition
     history: Mapping[str, Any]
-    names: tuple[str, ...]  # of the networks, in the order of their numbers
+    names: tuple[str, ...]  # of the networks, in the order of the indices in the file
     tensors: Mapping[str, Tensor]
 
 
 def read_newest_checkpoint(folder: Path, identity: TrainingIdentity) -> TrainingCheckpoint | None:
-    """The newest checkpoint that can be read; one that cannot gets another name, so that it is not in the way."""
+    """Return the newest checkpoint that can be read; rename those that cannot, so that they do not get in the way."""
     for path in list_checkpoints(folder):
         try:
             text, tensors = read_safetensors(path)
@@ -171,24 +177,27 @@ def read_newest_checkpoint(folder: Path, identity: TrainingIdentity) -> Training
             stored, place, history = document["training"], TrainingPosition(**document["place"]), document["history"]
         except (CheckpointError, ValueError, KeyError, TypeError) as error:
             aside = _set_aside(path)
-            found = f"{path} {error}" if isinstance(error, CheckpointError) else f"{path} is no checkpoint of training."
+            found = f"{path} {error}" if isinstance(error, CheckpointError) else f"{path} is not a training checkpoint."
             warnings.warn(f"{found} {aside}", CheckpointWarning, stacklevel=2)
             continue
-        if (gap := identity.refusal(stored)) is not None:
-            raise CheckpointError(f"{path} is of another training: {gap}. Give another folder, or remove this one.")
+        if (gap := identity.describe_mismatch(stored)) is not None:
+            raise CheckpointError(
+                f"{path} belongs to another training: {gap}. Give another folder, or remove this one."
+            )
         return TrainingCheckpoint(place, history, tuple(stored["shapes"]), tensors)
     return None
 
 
 def _set_aside(path: Path) -> str:
+    """Rename a damaged checkpoint and return a sentence about it."""
     with suppress(OSError):
         path.replace(path.with_name(f"{path.name}.damaged"))
-        return f"It is now called {path.name}.damaged, and an older one is looked for."
-    return "An older one is looked for."
+        return f"It was renamed to {path.name}.damaged; an older one is used if there is one."
+    return "An older one is used if there is one."
 
 
 def run_on_main(act: Callable[[], Any]) -> Any:
-    """What ``act`` gives or raises on the first rank, for all of them."""
+    """Run ``act`` on the first rank, and return its result or raise its exception on all ranks."""
     if distributed.count_ranks() == 1:
         return act()
     found: list[Any] = [None, None]
@@ -206,18 +215,18 @@ def run_on_main(act: Callable[[], Any]) -> Any:
 def resume_learners(
     folder: Path, learners: Mapping[str, Learner], identity: TrainingIdentity
 ) -> TrainingCheckpoint | None:
-    """Give the learners the numbers of the newest checkpoint; None where there is none."""
+    """Load the newest checkpoint into the learners and return it; None if there is none."""
 
-    def look() -> TrainingCheckpoint | None:
+    def read() -> TrainingCheckpoint | None:
         prepare_folder(folder)
         return read_newest_checkpoint(folder, identity)
 
-    found: TrainingCheckpoint | None = run_on_main(look)
+    found: TrainingCheckpoint | None = run_on_main(read)
     if found is not None:
         for name, learner in learners.items():
             start = f"{found.names.index(name)}/"
             kept = {n.removeprefix(start): x for n, x in found.tensors.items() if n.startswith(start)}
-            learner.take(kept)
+            learner.load_tensors(kept)
         _restore_random_numbers(found.tensors, next(iter(learners.values())).device)
     return found
 

@@ -1,4 +1,4 @@
-"""A step of one or several networks as one CUDA graph: nothing waits for launches, networks run side by side."""
+"""Run a step of one or several networks as one CUDA graph, without launch overhead and with networks in parallel."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from sosp.training.learner import Learner
 from sosp.training.out_of_memory import is_out_of_memory
 from sosp.training.speed import SlowTrainingWarning
 
-WARMUP = 3  # steps before a graph is captured: cuDNN chooses its kernels, the optimiser makes its buffers
+WARMUP = 3  # steps before a graph is captured: cuDNN chooses its kernels, the optimiser allocates its buffers
 
 
 def step_learners(learners: Sequence[Learner], batches: Sequence[RankBatch]) -> None:
-    """One step of every network, one after another."""
+    """Run one step of every network, one after another."""
     for learner, batch in zip(learners, batches, strict=True):
         learner.step(batch)
 
 
 class CudaGraphSteps:
-    """Steps of several networks, captured once for every size of a batch and then replayed."""
+    """The training steps of several networks, captured once per batch shape and then replayed."""
 
     def __init__(self, learners: Sequence[Learner]) -> None:
         self.learners = learners
@@ -34,20 +34,21 @@ class CudaGraphSteps:
         self.broken = False
 
     def step(self, batches: Sequence[RankBatch]) -> None:
+        """Run one step of every network, by its CUDA graph if the step can be captured."""
         key = tuple(tuple(x.shape) for x in tree_leaves(list(batches)) if isinstance(x, Tensor))
         if not self.broken and key not in self.graphs:
-            self._try(key, batches)
+            self._try_capture(key, batches)
         if self.broken:
             step_learners(self.learners, batches)
             return
-        graph, places = self.graphs[key]
-        for place, batch in _distinct(places, batches):
-            for a, b in zip(tree_leaves(place), tree_leaves(batch), strict=True):
+        graph, buffers = self.graphs[key]
+        for buffer, batch in _distinct(buffers, batches):
+            for a, b in zip(tree_leaves(buffer), tree_leaves(batch), strict=True):
                 if isinstance(a, Tensor):
                     a.copy_(b, non_blocking=True)
         graph.replay()
 
-    def _try(self, key: Any, batches: Sequence[RankBatch]) -> None:
+    def _try_capture(self, key: Any, batches: Sequence[RankBatch]) -> None:
         try:
             self.graphs[key] = self._capture(batches)
         except RuntimeError as error:
@@ -55,42 +56,42 @@ class CudaGraphSteps:
                 raise
             self.broken = True
             warnings.warn(
-                "a step of this network cannot be captured as a CUDA graph, so training goes on op by op, slower: "
+                "a step of this network cannot be captured as a CUDA graph, so training continues op by op, slower: "
                 f"{str(error).splitlines()[0][:200]}",
                 SlowTrainingWarning,
                 stacklevel=2,
             )
 
     def _capture(self, batches: Sequence[RankBatch]) -> tuple[torch.cuda.CUDAGraph, list[RankBatch]]:
-        places = _clone_batches(batches)
+        buffers = _clone_batches(batches)
         kept = [{n: x.clone() for n, x in learner.tensors().items()} for learner in self.learners]
         random = torch.cuda.get_rng_state()
         try:
-            self._warm_up(places)
+            self._warm_up(buffers)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                self._side_by_side(places)
+                self._step_in_parallel(buffers)
         finally:
             for learner, tensors in zip(self.learners, kept, strict=True):
                 learner.restore(tensors)
             torch.cuda.set_rng_state(random)
-        return graph, places
+        return graph, buffers
 
-    def _warm_up(self, places: Sequence[RankBatch]) -> None:
+    def _warm_up(self, buffers: Sequence[RankBatch]) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARMUP):
-                step_learners(self.learners, places)
+                step_learners(self.learners, buffers)
         torch.cuda.current_stream().wait_stream(side)
         for learner in self.learners:
             learner.optimiser.zero_grad(set_to_none=True)
 
-    def _side_by_side(self, places: Sequence[RankBatch]) -> None:
-        """Each network on a stream of its own: small ones do not fill a GPU by themselves."""
+    def _step_in_parallel(self, buffers: Sequence[RankBatch]) -> None:
+        """Step each network on its own stream: a small network does not fill a GPU."""
         main = torch.cuda.current_stream()
         streams = [torch.cuda.Stream() for _ in self.learners] if len(self.learners) > 1 else [main]
-        for stream, learner, batch in zip(streams, self.learners, places, strict=True):
+        for stream, learner, batch in zip(streams, self.learners, buffers, strict=True):
             stream.wait_stream(main)
             with torch.cuda.stream(stream):
                 step_learners([learner], [batch])
@@ -99,10 +100,10 @@ class CudaGraphSteps:
 
 
 def _clone_batches(batches: Sequence[RankBatch]) -> list[RankBatch]:
-    """Memory of their own for the batches; networks that share a batch share its place."""
+    """Return copies of the batches as buffers of a graph; networks that share a batch share its buffer."""
     made: dict[int, RankBatch] = {}
     return [made.setdefault(id(b), tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, b)) for b in batches]
 
 
-def _distinct(places: Sequence[RankBatch], batches: Sequence[RankBatch]) -> list[tuple[RankBatch, RankBatch]]:
-    return list({id(p): (p, b) for p, b in zip(places, batches, strict=True)}.values())
+def _distinct(buffers: Sequence[RankBatch], batches: Sequence[RankBatch]) -> list[tuple[RankBatch, RankBatch]]:
+    return list({id(p): (p, b) for p, b in zip(buffers, batches, strict=True)}.values())

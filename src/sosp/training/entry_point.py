@@ -1,4 +1,4 @@
-"""Begin a training: look at what was given, then run the loop."""
+"""Start a training: check the arguments, then run the loop."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from sosp.training.schedule import Schedule, resolve_schedule
 from sosp.training.speed import Speed, enable_cudnn_benchmark
 from sosp.training.user_data import move_to_device, split_train_test
 
-LOOK = 4  # examples that a network is followed with
+EXAMPLES = 4  # used to trace a network before it is padded
 
 Pad = Callable[
     [nn.Module, Any], PaddedNetwork | None
-]  # (network, example) -> the same with wider layers, if it gains by them
+]  # (network, example) -> the same with wider layers, or None if it would not train faster
 
 
 def train(
@@ -43,7 +43,10 @@ def train(
     save_every: float = 600.0,
     pad: Pad | None = None,
 ) -> Any:
-    """Train a copy of each network, see ``sosp.train``; ``pad`` gives wide layers to those that gain by them."""
+    """Train a copy of each network as ``sosp.train`` does; ``pad`` widens the layers of those that then train faster.
+
+    The other arguments, the result and the exceptions are those of ``sosp.train``.
+    """
     schedule = resolve_schedule(schedule)
     models = dict(model) if isinstance(model, Mapping) else {"": model}
     _check(models, schedule, teacher)
@@ -57,15 +60,15 @@ def train(
         enable_cudnn_benchmark(),
         use_seed(next(iter(seeds.values())), where),
     ):
-        rooms = {} if pad is None else _pad_networks(pad, models, data, fast, companion)
-        learners = {n: Learner(m, schedule, fast, where, teacher, companion, rooms.get(n)) for n, m in models.items()}
+        padded = {} if pad is None else _pad_networks(pad, models, data, fast, companion)
+        learners = {n: Learner(m, schedule, fast, where, teacher, companion, padded.get(n)) for n, m in models.items()}
         found = TrainingJob(learners, data, schedule, seeds, saving, TrainingCallbacks(on_epoch, on_step)).run()
     return found if isinstance(model, Mapping) else found[""]
 
 
 def _check(models: Mapping[str, Any], schedule: Schedule, teacher: nn.Module | None) -> None:
     if not models or not all(isinstance(n, str) and isinstance(m, nn.Module) for n, m in models.items()):
-        raise ArgumentError("train takes a module, or a dict of names and modules.")
+        raise ArgumentError("train takes a module, or a dict from names to modules.")
     for m in models.values():
         refuse_uninitialised(m)
         if not any(p.requires_grad for p in m.parameters()):
@@ -76,17 +79,20 @@ def _check(models: Mapping[str, Any], schedule: Schedule, teacher: nn.Module | N
 
 def _seeds(seed: int | Mapping[str, int], models: Mapping[str, nn.Module]) -> dict[str, int]:
     if isinstance(seed, Mapping) and seed.keys() != models.keys():
-        raise ArgumentError(f"seed has numbers for {list(seed)}, and the networks are {list(models)}.")
+        raise ArgumentError(f"seed has values for {list(seed)}, but the networks are {list(models)}.")
     return {n: check_whole_number("seed", seed[n] if isinstance(seed, Mapping) else seed, least=0) for n in models}
 
 
 def _pad_networks(
     pad: Pad, models: Mapping[str, nn.Module], data: Any, speed: Speed, companion: Companion | None
 ) -> dict[str, PaddedNetwork]:
-    """Pad the networks that gain by it. A companion knows the network as it is; a loader is not read twice."""
-    source: Any = split_train_test(data)[0] if speed.room and companion is None else None
+    """Pad the networks that then train faster.
+
+    No network is padded if there is a companion, which knows the network as given, or a loader, which is read once.
+    """
+    source: Any = split_train_test(data)[0] if speed.pad_widths and companion is None else None
     if not is_source(source):
         return {}
-    example = next(iter(source.ordered(batch=LOOK, limit=LOOK)))[0]
+    example = next(iter(source.ordered(batch=EXAMPLES, limit=EXAMPLES)))[0]
     found = {n: pad(m, move_to_device(example, find_device(m))) for n, m in models.items()}
-    return {n: room for n, room in found.items() if room is not None}
+    return {n: padded for n, padded in found.items() if padded is not None}

@@ -1,4 +1,4 @@
-"""Batches by epoch and seed, each rank's part of them, on the device."""
+"""Iterate the training batches of an epoch: the part of this rank, on the device."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from sosp.training.user_data import (
 
 
 class RankBatch(NamedTuple):
-    """This rank's part of a batch."""
+    """The part of a batch that belongs to this rank."""
 
     inputs: Any
     labels: Tensor
-    rows: int  # examples of all of it
-    copies: int = 1  # ranks that hold the very same rows: a batch too small to be shared out goes to all of them
-    span: tuple[int, int] = (0, 0)  # no label lies outside; (0, 0) where nobody has looked
+    rows: int  # examples of the batch over all ranks
+    copies: int = 1  # ranks that hold the same rows: a batch with fewer rows than ranks is given to all of them
+    label_range: tuple[int, int] = (0, 0)  # least and greatest label; (0, 0) if not known
 
 
 class TrainingBatches:
@@ -43,19 +43,19 @@ class TrainingBatches:
         self.steps, self.examples = _count_batches_and_examples(source, batch)
         if not self.steps:
             raise DataError("the training data is empty.")
-        self.span = find_source_label_range(source)
+        self.label_range = find_source_label_range(source)
 
     def epoch(self, number: int, start: int) -> Iterator[RankBatch]:
-        """The batches from ``start`` on, on the device."""
-        batches = self._prepared(number, start) if is_source(self.source) else self._own(number, start)
+        """Yield the batches of epoch ``number`` from ``start`` on, on the device."""
+        batches = self._read_source(number, start) if is_source(self.source) else self._read_loader(number, start)
         for x, y, rows, copies, _ in batches:
-            found = self.span or find_cpu_label_range(y)
+            found = self.label_range or find_cpu_label_range(y)
             x, y = move_to_device(x, self.device), move_to_device(y, self.device)
             if self.channels_last and isinstance(x, Tensor) and x.dim() == 4:
                 x = x.contiguous(memory_format=torch.channels_last)
             yield RankBatch(x, y, rows, copies, found)
 
-    def _prepared(self, number: int, start: int) -> Iterator[RankBatch]:
+    def _read_source(self, number: int, start: int) -> Iterator[RankBatch]:
         batch, seed = self.batch, self.seed
         mine = self.source.epoch(
             number, batch=batch, seed=seed, start=start, rank=distributed.get_rank(), ranks=distributed.count_ranks()
@@ -66,7 +66,7 @@ class TrainingBatches:
                 x, y = next(iter(self.source.epoch(number, batch=batch, seed=seed, start=k)))
             yield RankBatch(x, y, rows, distributed.count_ranks() if rows < distributed.count_ranks() else 1)
 
-    def _own(self, number: int, start: int) -> Iterator[RankBatch]:
+    def _read_loader(self, number: int, start: int) -> Iterator[RankBatch]:
         for batch in itertools.islice(
             iterate_with_generator(self.source, make_generator(self.seed, number)), start, None
         ):
@@ -74,7 +74,7 @@ class TrainingBatches:
 
 
 def select_rank_rows(x: Any, y: Tensor) -> RankBatch:
-    """This rank's part of a batch that all of them have read."""
+    """Return the part of this rank of a batch that all ranks have read."""
     r, n, rows = distributed.get_rank(), distributed.count_ranks(), len(y)
     if rows < n:
         return RankBatch(x, y, rows, n)
@@ -83,7 +83,7 @@ def select_rank_rows(x: Any, y: Tensor) -> RankBatch:
 
 
 def iterate_in_order(source: Any, batch: int) -> Iterator[RankBatch]:
-    """All of a source, not augmented."""
+    """Yield all batches of a source in order, without augmentation."""
     for k, (x, y) in enumerate(
         source.ordered(batch=batch, rank=distributed.get_rank(), ranks=distributed.count_ranks())
     ):
@@ -94,11 +94,11 @@ def iterate_in_order(source: Any, batch: int) -> Iterator[RankBatch]:
 
 
 def _count_batches_and_examples(loader: Any, batch: int) -> tuple[int, int]:
-    """Batches and examples of an epoch."""
+    """Return the number of batches and of examples in an epoch."""
     if is_source(loader):
         return loader.steps(batch), len(loader)
     if distributed.count_ranks() > 1 and isinstance(getattr(loader, "sampler", None), DistributedSampler):
-        raise DataError("the loader has a DistributedSampler; give it a plain one: the ranks share every batch.")
+        raise DataError("the loader has a DistributedSampler; give it a plain sampler: the ranks share every batch.")
     try:
         if isinstance(loader, Tensor | str) or not hasattr(loader, "__iter__"):
             raise TypeError
@@ -106,7 +106,7 @@ def _count_batches_and_examples(loader: Any, batch: int) -> tuple[int, int]:
     except TypeError as error:
         raise DataError(
             f"the training data is a {type(loader).__name__}; give a sosp.data.Dataset, a pair of tensors "
-            "(inputs, labels), or a loader with a length, that starts anew each time it is iterated."
+            "(inputs, labels), or a loader with a length that can be iterated more than once."
         ) from error
     try:
         return steps, len(getattr(loader, "dataset", loader))
@@ -115,8 +115,8 @@ def _count_batches_and_examples(loader: Any, batch: int) -> tuple[int, int]:
 
 
 def zip_batches(feeds: Sequence[TrainingBatches], number: int, start: int) -> Iterator[list[RankBatch]]:
-    """A batch for every network; networks with one feed get the very same batch."""
+    """Yield a batch for every network; networks with the same ``TrainingBatches`` get the same batch."""
     distinct = list(dict.fromkeys(feeds))
-    places = [distinct.index(f) for f in feeds]
+    indices = [distinct.index(f) for f in feeds]
     for batches in zip(*(f.epoch(number, start) for f in distinct), strict=True):
-        yield [batches[k] for k in places]
+        yield [batches[k] for k in indices]

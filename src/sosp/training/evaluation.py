@@ -1,4 +1,4 @@
-"""How good a network is on data it has not seen."""
+"""Measure the accuracy and the loss of a network on test data."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from sosp.training.user_data import (
 )
 
 BATCH = 256
-RESIDENT_BATCHES = {"cpu": 100, "cuda": 1000}  # of images that rest in memory: what the caches hold, what fills a GPU
+RESIDENT_BATCHES = {"cpu": 100, "cuda": 1000}  # for images held in memory: fits the caches, fills a GPU
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Shares of the examples, and the mean loss."""
+    """The accuracy of a network, as shares of the examples, and its mean loss."""
 
     top1: float
     top5: float
@@ -52,13 +52,13 @@ def evaluate(
     device: torch.device | str | None = None,
     limit: int | None = None,
 ) -> Accuracy:
-    """Measure accuracy and loss of a network in eval mode. Several processes share the work, and all get the result.
+    """Measure the accuracy and the loss of a network in eval mode. Several processes share the work and the result.
 
     Args:
         model: The network.
         data: A dataset of ``sosp.data`` (its test part is used), a source, a pair of tensors, or a loader.
-        batch: Examples per forward pass; by default what suits the device.
-        device: Where to compute, on a copy; by default where the network is.
+        batch: Examples per forward pass; by default a number that suits the device.
+        device: The device to compute on, with a copy; by default that of the network.
         limit: Number of examples to read; None reads all.
 
     Returns:
@@ -68,14 +68,16 @@ def evaluate(
         DataError: If the data is empty or does not fit the network.
     """
     where = find_device(model) if device is None else torch.device(device)
-    twin = model if find_device(model) == where else copy.deepcopy(model).to(where)
+    network = model if find_device(model) == where else copy.deepcopy(model).to(where)
     source = resolve_source(data, "test")
     size = _choose_batch(source, where) if batch is None else batch
     batches = _batches(source, size, limit)
-    total = source.steps(size) if is_source(source) and limit is None else None  # as far as it is known
-    # Not inference mode: what a network keeps from a forward pass could not be trained with.
-    with torch.no_grad(), preserve_random_state(), preserve_state(twin):
-        return _evaluate(twin.eval(), track_progress(batches, "testing", total), where, find_source_label_range(source))
+    total = source.steps(size) if is_source(source) and limit is None else None  # None: not known
+    # Not inference mode: tensors that a network keeps from such a forward pass could not be used in training.
+    with torch.no_grad(), preserve_random_state(), preserve_state(network):
+        return _evaluate(
+            network.eval(), track_progress(batches, "testing", total), where, find_source_label_range(source)
+        )
 
 
 def _choose_batch(source: Any, where: torch.device) -> int:
@@ -109,9 +111,9 @@ def _limit_examples(data: Iterable[Any], limit: int | None) -> Iterator[tuple[An
 def _evaluate(
     model: nn.Module, batches: Iterable[tuple[Any, Tensor]], device: torch.device, known: tuple[int, int] | None
 ) -> Accuracy:
-    sums = torch.zeros(4, dtype=torch.float64, device=device)  # right at first, in five, loss, examples
+    sums = torch.zeros(4, dtype=torch.float64, device=device)  # top 1, top 5, loss, examples
     for x, y in batches:
-        if not len(y):  # of a last batch, a rank may have no rows
+        if not len(y):  # a rank may have no rows of the last batch
             continue
         found = known or find_cpu_label_range(y)
         x, y = move_to_device(x, device), move_to_device(y, device)

@@ -1,4 +1,4 @@
-"""One network in training: its optimiser, its moving average, its sums; a step, and all it takes to go on later."""
+"""Hold one network in training: its optimiser, moving average and sums, its step, and its tensors for checkpoints."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from sosp.training.sync_norms import sync_batch_norms
 
 
 class PaddedNetwork(Protocol):
-    """A network with wider layers that computes the same, and the way back; who makes one is not known here."""
+    """A network with padded layers that computes the same function, and the mapping back to the original widths."""
 
-    model: nn.Module  # the wide network
+    model: nn.Module  # the padded network
     small: nn.Module  # the network as it was given
 
     def masks(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return parameter -> 0 for what was added, 1 for the rest."""
+        """Return a mask for each parameter: 0 for padding, 1 for original elements."""
 
     def narrow(self, name: str, x: Tensor) -> Tensor:
-        """Return the part of a wide tensor that the small network has."""
+        """Return a tensor of the padded network without its padding."""
 
     def widen(self, name: str, x: Tensor) -> Tensor:
-        """Return a tensor of the small network with zeros where something was added."""
+        """Return a tensor of the small network with zeros as padding."""
 
-    def shrunk(self, model: nn.Module) -> nn.Module:
-        """Return the small network with the numbers of a wide one."""
+    def remove_padding(self, model: nn.Module) -> nn.Module:
+        """Return the small network with the values of a padded one."""
 
 
 class Learner:
-    """A copy of a network that learns. Every number it needs from step to step is in ``tensors()``."""
+    """A copy of a network in training. All its state from step to step is in ``tensors()``."""
 
     def __init__(
         self,
@@ -48,22 +48,22 @@ class Learner:
         device: torch.device,
         teacher: nn.Module | None,
         companion: Companion | None = None,
-        room: PaddedNetwork | None = None,
+        padded: PaddedNetwork | None = None,
     ) -> None:
-        self.schedule, self.speed, self.device, self.room = schedule, speed, device, room
-        self.model = speed.placed(copy.deepcopy(model if room is None else room.model), device).train()
-        self.teacher = _freeze_model(speed.placed(copy.deepcopy(teacher), device)) if teacher is not None else None
+        self.schedule, self.speed, self.device, self.padded = schedule, speed, device, padded
+        self.model = speed.place(copy.deepcopy(model if padded is None else padded.model), device).train()
+        self.teacher = _freeze_model(speed.place(copy.deepcopy(teacher), device)) if teacher is not None else None
         self.average = _freeze_model(copy.deepcopy(self.model)) if schedule.ema else None
-        # A mask of minus infinities has no average.
+        # An attention mask of minus infinities has no moving average.
         self.fixed = {n for n, x in collect_tensors(self.model).items() if not _finite(x)} if schedule.ema else set()
         self.run = torch.compile(self.model) if speed.compile else self.model
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        masks = room.masks(self.model) if room is not None else {}
+        masks = padded.masks(self.model) if padded is not None else {}
         self.masks = [(self.named[n], mask) for n, mask in masks.items() if n in self.named]
         self.companion = copy.deepcopy(companion)
         if self.companion is not None:
-            self.along = {f"companion/{n}": p for n, p in self.companion.begin(self.model).items()}
-            self.named |= self.along
+            self.extra_parameters = {f"companion/{n}": p for n, p in self.companion.begin(self.model).items()}
+            self.named |= self.extra_parameters
         self.optimiser = torch.optim.SGD(
             list(self.named.values()),
             lr=torch.tensor(schedule.rate, device=device) if speed.graph else schedule.rate,
@@ -73,11 +73,14 @@ class Learner:
             fused=True if speed.graph else None,
         )
         self.classes: int | None = None  # known after the first forward pass
-        self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct ones, examples of this epoch
-        self.bad = torch.full((), -1, dtype=torch.int64, device=device)  # the first step whose loss was no number
-        self.count = torch.zeros((), dtype=torch.int64, device=device)  # steps made
+        self.sums = torch.zeros(
+            3, dtype=torch.float64, device=device
+        )  # loss, correct predictions, examples of this epoch
+        self.bad = torch.full((), -1, dtype=torch.int64, device=device)  # the first step whose loss was not finite
+        self.count = torch.zeros((), dtype=torch.int64, device=device)  # steps done
 
     def set_rate(self, rate: float) -> None:
+        """Set the learning rate."""
         for group in self.optimiser.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
@@ -85,12 +88,12 @@ class Learner:
                 group["lr"] = rate
 
     def refuse(self, batch: RankBatch) -> None:
-        """Labels that the network cannot have."""
+        """Raise DataError if the batch has labels without an output of the network."""
         if self.classes is not None:
-            refuse_labels(batch.span, self.classes)
+            refuse_labels(batch.label_range, self.classes)
 
     def step(self, batch: RankBatch) -> None:
-        """Learn from this rank's part of a batch. Nothing waits for the GPU."""
+        """Train on this rank's part of a batch, without waiting for the GPU."""
         self.optimiser.zero_grad(set_to_none=True)
         with self.speed.mixed(self.device), sync_batch_norms(batch.copies == 1):
             outputs = call_model(self.run, batch.inputs)
@@ -98,43 +101,43 @@ class Learner:
             self.refuse(batch)
             own = find_own_loss(batch.inputs, outputs)
             labels = align_labels(outputs, batch.labels, own)
-            loss = sum_loss(outputs, labels, self.schedule, self._taught(batch.inputs), own)
-            more = self._more(batch, outputs)
-        self._total(loss / (batch.rows * batch.copies), more).backward()
+            loss = sum_loss(outputs, labels, self.schedule, self._run_teacher(batch.inputs), own)
+            extra = self._companion_loss(batch, outputs)
+        self._total_loss(loss / (batch.rows * batch.copies), extra).backward()
         if distributed.count_ranks() > 1:
-            self._add_up()
-        self._keep_room_empty()
+            self._sum_gradients()
+        self._mask_padding_gradients()
         self.optimiser.step()
         if self.companion is not None:
             with torch.no_grad():
                 self.companion.after(self.model, self.optimiser.param_groups[0]["lr"])
-        self._note(loss.detach(), count_correct(outputs, labels), batch)
+        self._update_sums(loss.detach(), count_correct(outputs, labels), batch)
 
-    def _keep_room_empty(self) -> None:
-        """What was added to the network is not trained."""
+    def _mask_padding_gradients(self) -> None:
+        """Set the gradients of the padding to zero, so that it is not trained."""
         given = [(p.grad, mask) for p, mask in self.masks if p.grad is not None]
         if given:
             torch._foreach_mul_([g for g, _ in given], [mask for _, mask in given])
 
-    def _more(self, batch: RankBatch, outputs: Any) -> Tensor | None:
+    def _companion_loss(self, batch: RankBatch, outputs: Any) -> Tensor | None:
         if self.companion is None:
             return None
         return self.companion.loss(self.model, batch.inputs, outputs, batch.labels)
 
-    def _total(self, loss: Tensor, more: Tensor | None) -> Tensor:
-        """What this rank minimises."""
-        if self.companion is None or more is None:
+    def _total_loss(self, loss: Tensor, extra: Tensor | None) -> Tensor:
+        """Return the loss that this rank minimises."""
+        if self.companion is None or extra is None:
             return loss
-        more = more / distributed.count_ranks()
-        return more if self.companion.replaces else loss + more
+        extra = extra / distributed.count_ranks()
+        return extra if self.companion.replaces else loss + extra
 
     @torch.no_grad()
-    def _taught(self, x: Any) -> Any:
+    def _run_teacher(self, x: Any) -> Any:
         return call_model(self.teacher, x) if self.teacher is not None and self.schedule.distill else None
 
     @torch.no_grad()
-    def _add_up(self) -> None:
-        """Gradients over all ranks; a parameter that one of them did not use got nothing from its rows."""
+    def _sum_gradients(self) -> None:
+        """Sum the gradients over all ranks; a rank that did not use a parameter adds zeros."""
         given = torch.tensor([p.grad is not None for p in self.named.values()], device=self.device).float()
         for p in self.named.values():
             if p.grad is None:
@@ -145,7 +148,7 @@ class Learner:
                 p.grad = None
 
     @torch.no_grad()
-    def _note(self, loss: Tensor, right: Tensor, batch: RankBatch) -> None:
+    def _update_sums(self, loss: Tensor, right: Tensor, batch: RankBatch) -> None:
         found = torch.stack([loss.double(), right.double(), torch.full_like(right, len(batch.labels)).double()])
         found /= batch.copies
         distributed.sum_tensors(found)
@@ -153,9 +156,9 @@ class Learner:
         self.bad.copy_(torch.where((self.bad < 0) & ~torch.isfinite(found[0]), self.count, self.bad))
         self.count += 1
         if self.average is not None:
-            self._average(self.schedule.ema)
+            self._update_average(self.schedule.ema)
 
-    def _average(self, decay: float) -> None:
+    def _update_average(self, decay: float) -> None:
         mine, theirs = collect_tensors(self.model), collect_tensors(self.average)
         both = [n for n in theirs if n in mine]
         real = [n for n in both if mine[n].is_floating_point() and n not in self.fixed]
@@ -164,55 +167,55 @@ class Learner:
             theirs[n].copy_(mine[n])
 
     def epoch_sums(self) -> tuple[float, float, float]:
-        """Loss, correct ones and examples so far, of all ranks."""
+        """Return the sums of loss, correct predictions and examples in this epoch, over all ranks."""
         loss, right, examples = self.sums.tolist()
         return loss, right, examples
 
-    def forget_sums(self) -> None:
+    def reset_sums(self) -> None:
+        """Set the sums of the epoch to zero."""
         self.sums.zero_()
 
     def is_finite(self) -> bool:
-        """Whether what it learns is still made of numbers."""
+        """Return whether all trained parameters are finite."""
         return bool(torch.stack([p.isfinite().all() for p in self.named.values()]).all())
 
     def finished(self) -> nn.Module:
-        """The network, to be used; what only training needs is gone."""
+        """Return the trained network in eval mode, without gradients and padding."""
         self.optimiser.zero_grad(set_to_none=True)
-        return self._without_room(self.model).eval()
+        return self._remove_padding(self.model).eval()
 
     def averaged(self) -> nn.Module | None:
-        """The network with the moving average of the weights, to be used like the other one."""
+        """Return the network with the moving average of the weights; None if no average is kept."""
         if self.average is None:
             return None
         for mine, theirs in zip(self.average.parameters(), self.model.parameters(), strict=True):
             mine.requires_grad_(theirs.requires_grad)
-        return self._without_room(self.average)
+        return self._remove_padding(self.average)
 
-    def _without_room(self, model: nn.Module) -> nn.Module:
-        return model if self.room is None else self.speed.placed(self.room.shrunk(model), self.device)
+    def _remove_padding(self, model: nn.Module) -> nn.Module:
+        return model if self.padded is None else self.speed.place(self.padded.remove_padding(model), self.device)
 
     def shapes(self) -> dict[str, list[int]]:
-        """Of the network's tensors, as it was given."""
-        return {
-            n: list(x.shape) for n, x in collect_tensors(self.model if self.room is None else self.room.small).items()
-        }
+        """Return the shapes of the network's tensors, without padding."""
+        small = self.model if self.padded is None else self.padded.small
+        return {n: list(x.shape) for n, x in collect_tensors(small).items()}
 
-    def stored(self) -> dict[str, Tensor]:
-        """Copies of all numbers for a checkpoint, on the CPU: those of the network as it was given."""
+    def copy_tensors(self) -> dict[str, Tensor]:
+        """Return copies of ``tensors()`` for a checkpoint, on the CPU and without padding."""
         found = {n: x.detach().to("cpu", copy=True) for n, x in self.tensors().items()}
-        return found if self.room is None else {n: self.room.narrow(_strip_kind(n), x) for n, x in found.items()}
+        return found if self.padded is None else {n: self.padded.narrow(_strip_kind(n), x) for n, x in found.items()}
 
-    def take(self, stored: dict[str, Tensor]) -> None:
-        """Go on from a checkpoint."""
-        room = self.room
-        self.restore(stored if room is None else {n: room.widen(_strip_kind(n), x) for n, x in stored.items()})
+    def load_tensors(self, stored: dict[str, Tensor]) -> None:
+        """Load the tensors of a checkpoint."""
+        padded = self.padded
+        self.restore(stored if padded is None else {n: padded.widen(_strip_kind(n), x) for n, x in stored.items()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """All numbers, by name; the tensors themselves."""
+        """Return all tensors of the training by name, not copied."""
         found = {f"model/{n}": x for n, x in collect_tensors(self.model).items()}
         found |= {f"average/{n}": x for n, x in collect_tensors(self.average).items()}
         if self.companion is not None:
-            found |= {n: p.detach() for n, p in self.along.items()}
+            found |= {n: p.detach() for n, p in self.extra_parameters.items()}
             found |= {f"companion/{n}": x for n, x in self.companion.tensors().items()}
         for name, p in self.named.items():
             momentum = self.optimiser.state[p].get("momentum_buffer")
@@ -222,12 +225,12 @@ class Learner:
 
     @torch.no_grad()
     def restore(self, kept: dict[str, Tensor]) -> None:
-        """Take the numbers of ``tensors()`` back, into the memory that is there (a CUDA graph holds it)."""
+        """Copy earlier values of ``tensors()`` into the existing memory, which a CUDA graph may use."""
         for name, p in self.named.items():
             before = kept.get(f"momentum/{name}")
             now = self.optimiser.state[p].get("momentum_buffer")
             if now is not None and before is None:
-                now.zero_()  # as good as none: the first step gives momentum * 0 + gradient
+                now.zero_()  # the same as no buffer: the first step gives momentum * 0 + gradient
             elif now is None and before is not None:
                 self.optimiser.state[p]["momentum_buffer"] = torch.empty_like(p).copy_(before)
         for name, x in self.tensors().items():
@@ -236,14 +239,14 @@ class Learner:
 
 
 def collect_tensors(model: nn.Module | None) -> dict[str, Tensor]:
-    """Parameters and buffers, also those a state dict leaves out; what is tied together comes once."""
+    """Return parameters and buffers, also those not in the state dict; tied tensors appear once."""
     if model is None:
         return {}
     return {n: x.detach() for n, x in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def _strip_kind(name: str) -> str:
-    """The name of a network's tensor, without what it is kept for."""
+    """Return the name of a network's tensor without its prefix; empty for other tensors."""
     kind, _, bare = name.partition("/")
     return bare if kind in ("model", "average", "momentum") else ""
 

@@ -1,4 +1,4 @@
-"""The training loop: epochs, progress, checkpoints; one network or several side by side."""
+"""Run the training loop of one or several networks: epochs, progress and checkpoints."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from sosp.training.schedule import Schedule
 from sosp.training.sync_norms import explain_small_batch
 from sosp.training.user_data import split_train_test
 
-PROGRESS_INTERVAL = 0.25  # seconds between two looks at the sums, which a GPU has to be waited for
-LARGE, SAVE_INTERVAL = 2**26, 30.0  # bytes from which checkpoints after short epochs are so many seconds apart
+PROGRESS_INTERVAL = 0.25  # seconds between two reads of the sums, which wait for the GPU
+LARGE, SAVE_INTERVAL = 2**26, 30.0  # from this many bytes on, checkpoints are at least this many seconds apart
 
 OnEpoch = Callable[[str, Epoch], None]
 OnStep = Callable[[int, int, Moment], None]
@@ -39,7 +39,7 @@ OnStep = Callable[[int, int, Moment], None]
 
 @dataclass(frozen=True)
 class TrainingCallbacks:
-    """Whom to tell."""
+    """The user's functions to call after epochs and steps."""
 
     on_epoch: OnEpoch | None
     on_step: OnStep | None
@@ -47,7 +47,7 @@ class TrainingCallbacks:
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """Where checkpoints go, and after how many seconds at the latest."""
+    """The folder of checkpoints and the maximum number of seconds between them."""
 
     folder: Path | None
     every: float
@@ -55,11 +55,11 @@ class CheckpointOptions:
     def __post_init__(self) -> None:
         number = isinstance(self.every, int | float) and not isinstance(self.every, bool)
         if not number or math.isnan(self.every) or self.every < 0:
-            raise ArgumentError(f"save_every={self.every!r} must be a number of seconds, 0 at least.")
+            raise ArgumentError(f"save_every={self.every!r} must be a number of seconds, at least 0.")
 
 
 class TrainingJob:
-    """A training, from where its checkpoints left it to its end."""
+    """A training, from its newest checkpoint to its end."""
 
     def __init__(
         self,
@@ -68,9 +68,10 @@ class TrainingJob:
         schedule: Schedule,
         seeds: dict[str, int],
         saving: CheckpointOptions,
-        told: TrainingCallbacks,
+        callbacks: TrainingCallbacks,
     ) -> None:
-        self.learners, self.schedule, self.seeds, self.saving, self.told = learners, schedule, seeds, saving, told
+        self.learners, self.schedule, self.seeds = learners, schedule, seeds
+        self.saving, self.callbacks = saving, callbacks
         first = next(iter(learners.values()))
         self.device, self.speed = first.device, first.speed
         self.source, self.test = (x.to(self.device) if hasattr(x, "to") else x for x in split_train_test(data))
@@ -78,24 +79,25 @@ class TrainingJob:
             s: TrainingBatches(self.source, schedule.batch, s, self.device, bool(self.speed.channels_last))
             for s in set(seeds.values())
         }
-        self.feeds = [made[seeds[n]] for n in learners]
-        self.steps = self.feeds[0].steps
-        self.identity = checkpoints.TrainingIdentity.of(learners, schedule, seeds, self.feeds[0].examples)
+        self.batches = [made[seeds[n]] for n in learners]
+        self.steps = self.batches[0].steps
+        self.identity = checkpoints.TrainingIdentity.of(learners, schedule, seeds, self.batches[0].examples)
         self.graphed = CudaGraphSteps(list(learners.values())) if self.speed.graph else None
         self.history: dict[str, list[Epoch]] = {n: [] for n in learners}
         self.place = checkpoints.TrainingPosition()
         self.stop = StopRequest()
-        self.looked = self.saved = self.spoke = 0.0  # when
+        self.checked_at = self.saved_at = self.reported_at = 0.0
 
     def run(self) -> dict[str, Trained]:
+        """Run the training and return the trained networks by name."""
         self._resume()
         resumed = self.place.epoch
-        self.saved = time.monotonic()
-        with self.stop.watched():
+        self.saved_at = time.monotonic()
+        with self.stop.catch_signals():
             for number in range(self.place.epoch, self.schedule.epochs):
                 self._epoch(number)
-        if self.stop.wanted:  # in the last moment
-            self.stop.go()
+        if self.stop.wanted:  # a signal after the last check
+            self.stop.exit()
         return {
             n: Trained(a.finished(), tuple(self.history[n]), a.averaged(), resumed, a.companion)
             for n, a in self.learners.items()
@@ -110,7 +112,7 @@ class TrainingJob:
         if distributed.count_ranks() > 1:
             for learner in self.learners.values():
                 distributed.broadcast_tensors(list(learner.tensors().values()))
-            # Each rank drops out for itself.
+            # Each rank draws its own dropout.
             step = int(next(iter(self.learners.values())).count)
             start = make_generator(
                 next(iter(self.seeds.values())), step * distributed.count_ranks() + distributed.get_rank()
@@ -120,25 +122,25 @@ class TrainingJob:
     # --- an epoch -------------------------------------------------------------------------------------------
 
     def _epoch(self, number: int) -> None:
-        begun = self.looked = time.monotonic()
-        begun -= self.place.seconds  # those before a checkpoint count as well
+        begun = self.checked_at = time.monotonic()
+        begun -= self.place.seconds  # the seconds before the checkpoint count as well
         for k, batches in enumerate(self._batches(number), self.place.batch):
             self._step(batches, self.schedule.rate_at(number, k / self.steps))
             self.place = checkpoints.TrainingPosition(number, k + 1, time.monotonic() - begun)
-            self._look()
+            self._report_progress()
             self._stop_if_wanted()
-            if time.monotonic() - self.saved >= self.saving.every and k + 1 < self.steps:
+            if time.monotonic() - self.saved_at >= self.saving.every and k + 1 < self.steps:
                 self._save()
         self._stop_if_wanted()
-        self._refuse_nonsense(weights=True)  # waits for a GPU
+        self._check_finite(weights=True)  # waits for the GPU
         self.place = replace(self.place, seconds=time.monotonic() - begun)
-        self._close(number)
+        self._finish_epoch(number)
 
     def _batches(self, number: int) -> Iterator[list[RankBatch]]:
         try:
-            yield from zip_batches(self.feeds, number, self.place.batch)
+            yield from zip_batches(self.batches, number, self.place.batch)
         except RuntimeError:
-            if not self.stop.wanted:  # the workers of a loader hear Ctrl-C as well, and end at once
+            if not self.stop.wanted:  # the workers of a loader also receive Ctrl-C, and end at once
                 raise
 
     def _rate(self, step: int) -> float:
@@ -155,11 +157,11 @@ class TrainingJob:
                 step_learners(list(self.learners.values()), batches)
 
     def _attempt(self, size: int) -> None:
-        """Would a step of so many examples go through? It does not matter what it does to the networks."""
+        """Try a step of ``size`` examples, without regard to the state of the networks afterwards."""
         self.graphed = None
-        for learner, feed in zip(self.learners.values(), self.feeds, strict=True):
+        for learner, batches in zip(self.learners.values(), self.batches, strict=True):
             learner.optimiser.zero_grad(set_to_none=True)
-            batch = next(feed.epoch(0, 0))
+            batch = next(batches.epoch(0, 0))
             learner.step(
                 batch._replace(inputs=take_examples(batch.inputs, size), labels=batch.labels[:size], rows=size)
             )
@@ -167,83 +169,83 @@ class TrainingJob:
     def _stop_if_wanted(self) -> None:
         if distributed.is_any_true(self.stop.wanted, self.device):
             self._save()
-            self.stop.go()
+            self.stop.exit()
 
-    # --- how it goes ----------------------------------------------------------------------------------------
+    # --- progress -------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """Tell how it goes, and see that the loss is still a number."""
+    def _report_progress(self) -> None:
+        """Check that the loss is finite and call ``on_step``, at most every ``PROGRESS_INTERVAL`` seconds on a GPU."""
         now, cpu = time.monotonic(), self.device.type == "cpu"
-        if not cpu and now - self.looked < PROGRESS_INTERVAL:
+        if not cpu and now - self.checked_at < PROGRESS_INTERVAL:
             return
-        self.looked = now
-        if cpu or distributed.count_ranks() == 1:  # on GPUs the ranks look at different times
-            self._refuse_nonsense()
-        if self.told.on_step is None or now - self.spoke < PROGRESS_INTERVAL:
+        self.checked_at = now
+        if cpu or distributed.count_ranks() == 1:  # on GPUs the ranks check at different times
+            self._check_finite()
+        if self.callbacks.on_step is None or now - self.reported_at < PROGRESS_INTERVAL:
             return
-        self.spoke = now
+        self.reported_at = now
         loss, right, examples = next(iter(self.learners.values())).epoch_sums()
         done = self.place.epoch * self.steps + self.place.batch
         moment = Moment(self.place.epoch + 1, loss / examples, right / examples, examples / self.place.seconds)
-        self.told.on_step(done, self.schedule.epochs * self.steps, moment)
+        self.callbacks.on_step(done, self.schedule.epochs * self.steps, moment)
 
-    def _refuse_nonsense(self, weights: bool = False) -> None:
+    def _check_finite(self, weights: bool = False) -> None:
         for name, learner in self.learners.items():
             if (bad := int(learner.bad)) >= 0:
                 raise TrainingError(
-                    self._complaint(f"the loss{_describe_network(name)} is no finite number", name, bad)
+                    self._describe_failure(f"the loss{_describe_network(name)} is not finite", name, bad)
                 )
             if weights and not learner.is_finite():
                 raise TrainingError(
-                    self._complaint(
-                        f"the weights{_describe_network(name)} are no finite numbers", name, int(learner.count) - 1
+                    self._describe_failure(
+                        f"the weights{_describe_network(name)} are not finite", name, int(learner.count) - 1
                     )
                 )
 
-    def _complaint(self, what: str, name: str, step: int) -> str:
+    def _describe_failure(self, what: str, name: str, step: int) -> str:
         known = checkpoints.list_checkpoints(self.saving.folder) if self.saving.folder is not None else []
         last = f"The last good checkpoint is {known[0]}." if known else "There is no checkpoint of this training yet."
         where = f"step {step + 1} (epoch {step // self.steps + 1})"
-        return f"{what} at {where}, with rate {self._rate(step):g}. {last} {self._advice(name, step)}"
+        return f"{what} at {where}, with learning rate {self._rate(step):g}. {last} {self._advise(name, step)}"
 
-    def _advice(self, name: str, step: int) -> str:
-        """The data is read once more: no rate helps against inputs that are no numbers."""
-        feed = dict(zip(self.learners, self.feeds, strict=True))[name]
-        batch = next(feed.epoch(*divmod(step, self.steps)), None)
+    def _advise(self, name: str, step: int) -> str:
+        """Return advice; the batch is read again, because no learning rate helps if its inputs are not finite."""
+        batches = dict(zip(self.learners, self.batches, strict=True))[name]
+        batch = next(batches.epoch(*divmod(step, self.steps)), None)
         if batch is not None and not _are_finite(batch.inputs):
-            return "Inputs of that step are no finite numbers (NaN, or infinite): check the data, not the rate."
-        return "Lower the rate, or let it rise slowly (warmup)."
+            return "The inputs of that step are not finite (NaN or infinite): check the data, not the learning rate."
+        return "Lower the learning rate, or increase it slowly at the start (warmup)."
 
     # --- the end of an epoch --------------------------------------------------------------------------------
 
-    def _close(self, number: int) -> None:
-        """Test, remember, save."""
+    def _finish_epoch(self, number: int) -> None:
+        """Test the networks, record the epoch and save a checkpoint."""
         rate = self._rate(number * self.steps + self.steps - 1)
         for name, learner in self.learners.items():
             loss, right, examples = learner.epoch_sums()
-            learner.forget_sums()
+            learner.reset_sums()
             if not examples:
                 raise DataError(
-                    f"the training data gave no batch in epoch {number + 1}; a loader must start anew each time it is "
-                    "iterated."
+                    f"the training data gave no batch in epoch {number + 1}; give a loader that can be read more than "
+                    "once."
                 )
             seconds, test = self.place.seconds, self._test(learner)
             if number + 1 == self.schedule.epochs and test is not None and not math.isfinite(test.loss):
-                what = f"the loss{_describe_network(name)} on the test data is no finite number"
-                raise TrainingError(self._complaint(what, name, int(learner.count) - 1))
+                what = f"the loss{_describe_network(name)} on the test data is not finite"
+                raise TrainingError(self._describe_failure(what, name, int(learner.count) - 1))
             epoch = Epoch(number + 1, loss / examples, right / examples, test, rate, seconds, examples / seconds)
             self.history[name].append(epoch)
-            if self.told.on_epoch is not None:
-                self.told.on_epoch(name, epoch)
+            if self.callbacks.on_epoch is not None:
+                self.callbacks.on_epoch(name, epoch)
         self.place = checkpoints.TrainingPosition(number + 1)
         self._stop_if_wanted()
         if number + 1 == self.schedule.epochs or self._is_time_to_save():
             self._save()
 
     def _is_time_to_save(self) -> bool:
-        """A large network with epochs of seconds would otherwise write more than it learns."""
+        """Return whether to save after this epoch: a large network with short epochs would mostly write checkpoints."""
         size = sum(x.nbytes for learner in self.learners.values() for x in learner.tensors().values())
-        return size < LARGE or time.monotonic() - self.saved >= min(SAVE_INTERVAL, self.saving.every)
+        return size < LARGE or time.monotonic() - self.saved_at >= min(SAVE_INTERVAL, self.saving.every)
 
     def _test(self, learner: Learner) -> Accuracy | None:
         if self.test is None:
@@ -253,8 +255,8 @@ class TrainingJob:
             return evaluate(model, self.test)
 
     def _save(self) -> None:
-        """Only what is worth going on from."""
-        self.saved = time.monotonic()
+        """Write a checkpoint, unless a loss or a weight is not finite."""
+        self.saved_at = time.monotonic()
         if self.saving.folder is None or not distributed.is_main():
             return
         if all(int(a.bad) < 0 and a.is_finite() for a in self.learners.values()):
@@ -263,7 +265,7 @@ class TrainingJob:
 
 
 def _describe_network(name: str) -> str:
-    """Which network, where there are several."""
+    """Return `` of 'name'`` if there are several networks."""
     return f" of {name!r}" if name else ""
 
 

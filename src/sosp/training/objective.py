@@ -1,4 +1,4 @@
-"""What training minimises: the cross-entropy with the labels, and with a teacher where there is one."""
+"""Compute the training loss: the cross-entropy with the labels, and the distillation loss of a teacher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sosp.errors import ArgumentError, DataError
 from sosp.training.schedule import Schedule
 from sosp.training.speed import upcast_half
 
-AUXILIARY = 0.3  # weight of the heads that only training has (GoogLeNet, Szegedy et al. 2015; Inception)
+AUXILIARY = 0.3  # weight of the heads that are used only in training (GoogLeNet, Szegedy et al. 2015; Inception)
 
 
 def find_own_loss(inputs: Any, outputs: Any) -> Tensor | None:
@@ -25,7 +25,7 @@ def find_own_loss(inputs: Any, outputs: Any) -> Tensor | None:
 def align_labels(outputs: Any, targets: Tensor, own: Tensor | None) -> Tensor:
     """Return the labels at the positions that predict them: a language model predicts the next token.
 
-    The model's own loss tells which it is. It is nearer to the cross-entropy with the labels that it means.
+    The model's own loss decides: it is closer to the cross-entropy with the labels that the model uses.
     """
     if own is None or targets.dim() != 2 or find_logits(outputs).dim() != 3:
         return targets
@@ -38,9 +38,9 @@ def align_labels(outputs: Any, targets: Tensor, own: Tensor | None) -> Tensor:
 def sum_loss(
     outputs: Any, targets: Tensor, schedule: Schedule, taught: Any = None, own: Tensor | None = None
 ) -> Tensor:
-    """The sum over the examples; the mean over the positions of one, where it has several.
+    """Return the sum of the loss over the examples; an example with several positions counts by their mean.
 
-    ``own``: the model's own mean loss, in place of the cross-entropy with the labels.
+    ``own`` is the model's own mean loss, which replaces the cross-entropy with the labels.
     """
     logits = find_logits(outputs)
     loss = _label_loss(logits, targets, schedule) if own is None else own * len(targets)
@@ -60,7 +60,7 @@ def _label_loss(logits: Tensor, targets: Tensor, schedule: Schedule) -> Tensor:
 
 
 def _over_positions(values: Tensor, targets: Tensor) -> Tensor:
-    """The sum over examples of the mean over the positions that count; from (N, ...)."""
+    """Return the sum over examples of the mean over the positions that are not ignored, from (N, ...)."""
     if targets.dim() == 1:
         return values.sum()
     counts = targets != IGNORE_INDEX
@@ -68,11 +68,11 @@ def _over_positions(values: Tensor, targets: Tensor) -> Tensor:
 
 
 def _distillation_loss(logits: Tensor, taught: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """``T^2 KL(teacher || student)`` of the outputs divided by T (Hinton et al. 2015)."""
+    """Return ``T^2 KL(teacher || student)`` of the outputs divided by T (Hinton et al. 2015)."""
     if logits.shape != taught.shape:
         raise ArgumentError(
             f"the teacher gives outputs of shape {tuple(taught.shape)} and the network {tuple(logits.shape)}; "
-            "a teacher must know the same classes."
+            "give a teacher with the same classes."
         )
     mine = F.log_softmax(move_class_axis(upcast_half(logits), targets) / temperature, 1)
     theirs = F.log_softmax(move_class_axis(upcast_half(taught.detach()), targets) / temperature, 1)
@@ -80,7 +80,7 @@ def _distillation_loss(logits: Tensor, taught: Tensor, targets: Tensor, temperat
 
 
 def _auxiliary(outputs: Any, logits: Tensor) -> list[Tensor]:
-    """The other heads' logits: further tensors of the same shape in a tuple or a dict of outputs."""
+    """Return the logits of auxiliary heads: outputs of the same shape whose names begin with ``aux``."""
     if isinstance(outputs, Mapping):
         others = [x for key, x in outputs.items() if str(key).startswith("aux")]
     elif isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
@@ -91,20 +91,20 @@ def _auxiliary(outputs: Any, logits: Tensor) -> list[Tensor]:
 
 
 def count_correct(outputs: Any, targets: Tensor, best: int = 1) -> Tensor:
-    """How many examples have their class among the ``best`` outputs; a share of one that has several positions."""
+    """Count the examples whose class is among the ``best`` outputs; with positions, add the share of correct ones."""
     logits = move_class_axis(find_logits(outputs).detach(), targets)
     found = logits.topk(min(best, logits.shape[1]), 1).indices == targets.unsqueeze(1)
     return _over_positions(found.any(1).double(), targets)
 
 
 def count_classes(outputs: Any, targets: Tensor) -> int:
-    """How many classes the network tells apart."""
+    """Return the number of classes of the network."""
     return move_class_axis(find_logits(outputs), targets).shape[1]
 
 
-def refuse_labels(span: tuple[int, int], classes: int) -> None:
-    """Refuse labels from ``span[0]`` to ``span[1]`` that the network has no output for: a GPU would only stop."""
-    wrong = span[0] if span[0] < 0 else span[1]
+def refuse_labels(label_range: tuple[int, int], classes: int) -> None:
+    """Raise DataError if a label has no output of the network; a GPU would only abort."""
+    wrong = label_range[0] if label_range[0] < 0 else label_range[1]
     if not 0 <= wrong < classes:
         raise DataError(
             f"a label is {wrong}, but the network has {classes} outputs (labels 0 to {classes - 1}). "

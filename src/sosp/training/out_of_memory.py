@@ -1,4 +1,4 @@
-"""What to say when a batch does not fit into memory: which one would."""
+"""Explain that a batch does not fit into memory, and find the largest batch that does."""
 
 from __future__ import annotations
 
@@ -18,32 +18,36 @@ SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "status_
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch has an exception of its own on GPUs, and a sentence on CPUs."""
+    """Return whether an error means out of memory: torch has an exception for it on GPUs, a message on CPUs."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(s in str(error).lower() for s in SIGNS)
 
 
 @contextmanager
 def explain_out_of_memory(batch: int, attempt: Callable[[int], Any]) -> Iterator[None]:
-    """Turn running out of memory into a sentence with the largest power of two less that fits, found by trying."""
+    """Turn an out-of-memory error into an OutOfMemoryError that names the largest batch that fits, found by trying."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        traceback.clear_frames(error.__traceback__)  # they hold what the batch has filled the memory with
+        traceback.clear_frames(error.__traceback__)  # the frames hold the tensors that filled the memory
     else:
         return
-    if distributed.count_ranks() > 1:  # the others did not fail, and would have to try along
+    if distributed.count_ranks() > 1:  # the other ranks did not fail, but would have to take part in the attempts
         advice = "try a smaller one"
     else:
         fits = find_largest_batch(batch, attempt)
-        advice = f"batch={fits} fits" if fits else "nor does one example: use a smaller input or another device"
+        advice = (
+            f"batch={fits} fits"
+            if fits
+            else "even a single example does not fit: use a smaller input or another device"
+        )
     raise OutOfMemoryError(f"a batch of {batch} examples does not fit into memory; {advice}. ({reason})")
 
 
 def find_largest_batch(batch: int, attempt: Callable[[int], Any]) -> int:
-    """The largest of batch / 2, batch / 4, ... that does not fail; 0 where none does."""
+    """Return the largest of batch / 2, batch / 4, ... that does not fail; 0 if all fail."""
     size = batch // 2
     while size:
         if torch.cuda.is_available():
@@ -59,6 +63,6 @@ def find_largest_batch(batch: int, attempt: Callable[[int], Any]) -> int:
 
 
 def compute_outputs(model: nn.Module, x: Any, rows: int) -> Any:
-    """What the network says to ``rows`` examples."""
+    """Return the outputs of the network for ``rows`` examples."""
     with explain_out_of_memory(rows, lambda size: call_model(model, take_examples(x, size))):
         return call_model(model, x)

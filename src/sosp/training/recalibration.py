@@ -1,4 +1,4 @@
-"""Batch norm statistics anew, from data alone: what pruning shifts, without training anything."""
+"""Re-estimate batch-norm statistics from data without training: pruning shifts them."""
 
 from __future__ import annotations
 
@@ -39,26 +39,29 @@ def recalibrate(
         batch: Examples per batch.
         seed: Seed of the draw.
 
+    Returns:
+        The copy.
+
     Raises:
         DataError: If the data is empty or does not fit the network.
     """
-    small = copy.deepcopy(model)
-    norms = [m for m in small.modules() if isinstance(m, Norm) and m.running_mean is not None]
+    copied = copy.deepcopy(model)
+    norms = [m for m in copied.modules() if isinstance(m, Norm) and m.running_mean is not None]
     if not norms:
-        return small
-    modes = {m: m.training for m in small.modules()}
+        return copied
+    modes = {m: m.training for m in copied.modules()}
     factors = {m: m.momentum for m in norms}
     with torch.no_grad(), preserve_random_state():
-        small.eval()
+        copied.eval()
         for m in norms:
-            m.reset_running_stats()  # what is no number any more would stay so in an average
+            m.reset_running_stats()  # NaN would stay NaN in an average
         source = PairSource(*_add_dummy_labels(data[0])) if is_pair(data) else resolve_source(data, "train")
-        _run(small, norms, _batches(source, examples, batch, seed))
+        _run(copied, norms, _batches(source, examples, batch, seed))
     for m in norms:
         m.momentum = factors[m]
     for module, mode in modes.items():
         module.training = mode
-    return small
+    return copied
 
 
 def _run(model: nn.Module, norms: list[Any], batches: Iterator[RankBatch]) -> None:
@@ -85,12 +88,12 @@ def _batches(data: Any, examples: int | None, batch: int, seed: int) -> Iterator
 
 
 def _add_dummy_labels(inputs: Any) -> tuple[Any, Tensor]:
-    """Labels of any kind are given, and none is used."""
+    """Add labels that are not used."""
     return inputs, torch.zeros(count_examples(inputs), dtype=torch.int64)
 
 
 def _choose_batch_size(total: int, batch: int) -> int:
-    """Batches of one size where that is possible: small ones have noisy variances, and one example has none."""
+    """Return a batch size that gives batches of about equal size: small ones have noisy variances, one example none."""
     size = -(-total // -(-total // batch))
     while total % size == 1 and size < total:
         size += 1

@@ -1,4 +1,4 @@
-"""How a network is trained, as data: the optimiser, the rate over time, the loss; the paper's schedules by name."""
+"""Define training schedules: optimiser, learning rate over time and loss; the paper's schedules by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sosp.errors import ArgumentError, check_choice, check_whole_number
 
 SHAPES = ("steps", "cosine", "constant")
 
-# Name, least, most; open at the top where it says infinity.
+# Name, minimum, maximum; infinity means no maximum.
 LIMITS = (
     ("rate", 0, math.inf),
     ("momentum", 0, 1),
@@ -27,35 +27,38 @@ LIMITS = (
 def _check_range(name: str, value: Any, low: float, high: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not low <= value <= high or value == math.inf:
-        span = f"{low} at least" if high == math.inf else f"from {low} to {high}"
-        raise ArgumentError(f"{name}={value!r} must be a number, {span}.")
+        limits = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+        raise ArgumentError(f"{name}={value!r} must be a number, {limits}.")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """SGD on the cross-entropy. A variant is ``dataclasses.replace(schedule, epochs=20)``: milestones are shares."""
+    """A schedule for SGD on the cross-entropy.
+
+    ``dataclasses.replace(schedule, epochs=20)`` makes a variant; milestones are shares of the epochs.
+    """
 
     epochs: int = 200
     batch: int = 128
-    rate: float = 0.1
+    rate: float = 0.1  # learning rate
     momentum: float = 0.9
-    decay: float = 1e-4  # of the weights
+    decay: float = 1e-4  # weight decay
     nesterov: bool = False
-    shape: str = "steps"  # of the rate over time: "steps", "cosine" to zero, or "constant"
+    shape: str = "steps"  # scheduler: "steps", "cosine" to zero, or "constant"
     milestones: tuple[float, ...] = (0.6, 0.8)  # shares of the epochs at which the rate is multiplied by ``factor``
     factor: float = 0.1
-    warmup: float = 0.0  # epochs in which the rate rises from zero, step by step
-    smoothing: float = 0.0  # of the labels
-    ema: float = 0.0  # decay of the moving average of the weights; 0: none is kept
-    distill: float = 0.0  # share of the loss that compares with the teacher instead of the labels
-    temperature: float = 4.0  # at which they are compared
+    warmup: float = 0.0  # epochs in which the learning rate rises linearly from zero
+    smoothing: float = 0.0  # label smoothing
+    ema: float = 0.0  # decay of the moving average of the weights; 0: no average
+    distill: float = 0.0  # share of the distillation loss, instead of the loss of the labels
+    temperature: float = 4.0  # of the distillation loss
 
     def __post_init__(self) -> None:
         check_whole_number("epochs", self.epochs, least=0)
         check_whole_number("batch", self.batch)
         check_choice("shape", self.shape, SHAPES)
         if not isinstance(self.milestones, tuple | list):
-            raise ArgumentError(f"milestones={self.milestones!r} must be shares of the epochs, like (0.6, 0.8).")
+            raise ArgumentError(f"milestones={self.milestones!r} must be shares of the epochs, such as (0.6, 0.8).")
         object.__setattr__(self, "milestones", tuple(self.milestones))
         for name, low, high in LIMITS:
             _check_range(name, getattr(self, name), low, high)
@@ -72,6 +75,9 @@ class Schedule:
         Args:
             epoch: Number of the epoch, from 0.
             share: Share of the epoch that has passed.
+
+        Returns:
+            The learning rate.
         """
         time = epoch + share
         if time < self.warmup:
@@ -94,7 +100,7 @@ SCHEDULES = {
 
 
 def resolve_schedule(given: Any) -> Schedule:
-    """A schedule, or the one of that name."""
+    """Return a schedule as it is, or the schedule of a name."""
     if isinstance(given, Schedule):
         return given
     check_choice("schedule", given, SCHEDULES)
@@ -102,7 +108,7 @@ def resolve_schedule(given: Any) -> Schedule:
 
 
 def describe_schedule_change(mine: Schedule, other: dict[str, Any]) -> str | None:
-    """The first field in which a stored schedule differs, in words."""
+    """Describe the first field in which a stored schedule differs; None if there is none."""
     for field in fields(mine):
         now, then = getattr(mine, field.name), other.get(field.name)
         then = tuple(then) if isinstance(then, list) else then

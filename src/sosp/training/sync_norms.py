@@ -1,4 +1,4 @@
-"""Batch norms over the batch of all ranks together, whatever module calls them: what a single process would see."""
+"""Compute batch norms over the batch of all ranks, as a single process would, in any module that calls them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from sosp.core import distributed
 from sosp.errors import TrainingError
 from sosp.training.speed import upcast_half
 
-SINGLE_VALUE = "a batch norm sees one number per channel; use a size of batches that leaves no single example over."
+SINGLE_VALUE = (
+    "a batch norm sees one value per channel; choose a batch size that does not leave a single example "
+    "for the last batch."
+)
 
 
 class RankSum(torch.autograd.Function):
-    """The sum over all ranks: each one's loss depends on what every one gave."""
+    """The sum over all ranks, with gradients: the loss of each rank depends on the values of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -36,7 +39,7 @@ class RankSum(torch.autograd.Function):
 
 
 class SyncNormMode(TorchFunctionMode):
-    """Takes the place of ``F.batch_norm`` in train mode; torch's own would normalise each rank's rows by themselves."""
+    """A mode that replaces ``F.batch_norm`` in train mode, which would normalise the rows of each rank separately."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
@@ -45,13 +48,13 @@ class SyncNormMode(TorchFunctionMode):
 
 
 def sync_batch_norms(split: bool) -> AbstractContextManager[Any]:
-    """Batch norms over all ranks, where there are several and a batch was ``split`` among them."""
+    """Compute batch norms over all ranks, if there are several and the batch is ``split`` among them."""
     return SyncNormMode() if split and distributed.count_ranks() > 1 else nullcontext()
 
 
 @contextmanager
 def explain_small_batch() -> Iterator[None]:
-    """Say what to do about a batch norm that has nothing to take a variance of."""
+    """Turn the error of a batch norm that cannot compute a variance into a TrainingError with advice."""
     try:
         yield
     except ValueError as error:
@@ -70,7 +73,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """As ``F.batch_norm``, over the rows of all ranks."""
+    """Compute ``F.batch_norm`` over the rows of all ranks."""
     if not training:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
     axes, shape = [d for d in range(x.dim()) if d != 1], [1, -1, *[1] * (x.dim() - 2)]

@@ -1,4 +1,4 @@
-"""The user's data as labelled batches, to train and to test with."""
+"""Turn the user's data into labelled batches for training and testing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sosp.errors import DataError
 
 
 def move_to_device(x: Any, device: torch.device) -> Any:
-    """All tensors of a batch on the device."""
+    """Return a batch with all tensors on the device."""
     return tree_map(lambda t: t.to(device, non_blocking=True) if isinstance(t, Tensor) else t, x)
 
 
 def select_rows(x: Any, pick: Any, total: int) -> Any:
-    """Some examples of a batch of ``total``; what has no row for each of them stays whole."""
+    """Return some examples of a batch of ``total``; tensors without one row per example are returned whole."""
 
     def cut(t: Any) -> Any:
         if not isinstance(t, Tensor) or not t.dim() or len(t) != total:
@@ -47,14 +47,14 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
 
 
 def parse_batch(batch: Any) -> tuple[Any, Tensor]:
-    """The inputs of a user's batch, and class numbers."""
+    """Return the inputs and the class numbers of a user's batch."""
     inputs, labels = split_batch(batch)
     _check_labels(labels)
     return inputs, labels.long()
 
 
 def count_examples(inputs: Any) -> int:
-    """How many examples: the length of the first tensor."""
+    """Return the number of examples, the length of the first tensor."""
     return find_batch_size(inputs) or 0
 
 
@@ -65,37 +65,37 @@ def _check_labels(labels: Any) -> None:
         raise DataError(f"the labels are a {type(labels).__name__}; give a tensor of class numbers.")
     if labels.is_floating_point() or labels.is_complex() or not labels.dim():
         raise DataError(
-            f"the labels are {labels.dtype} of shape {tuple(labels.shape)}; give class numbers, whole numbers from 0, "
+            f"the labels are {labels.dtype} of shape {tuple(labels.shape)}; give class numbers, integers from 0, "
             "one for each example."
         )
 
 
 def find_label_range(labels: Tensor) -> tuple[int, int]:
-    """The least and the greatest label of those that count; (0, 0) where none does."""
+    """Return the least and the greatest label that is not ignored; (0, 0) if all are ignored."""
     known = labels[labels != IGNORE_INDEX]
     return (int(known.min()), int(known.max())) if known.numel() else (0, 0)
 
 
 def find_source_label_range(source: Any) -> tuple[int, int] | None:
-    """The span of all labels, where a source holds them."""
+    """Return the range of all labels of a source; None if it does not hold them."""
     labels = getattr(source, "labels", None)
     return find_label_range(labels) if is_source(source) and isinstance(labels, Tensor) else None
 
 
 def find_cpu_label_range(labels: Tensor) -> tuple[int, int]:
-    """The span of a batch's labels; (0, 0) on a GPU, which would have to be waited for."""
+    """Return the range of a batch's labels; (0, 0) on a GPU, where reading them would wait."""
     return find_label_range(labels) if labels.device.type == "cpu" else (0, 0)
 
 
 def resolve_source(data: Any, part: str) -> Any:
-    """``part`` ("train" or "test") of a dataset; a pair of tensors as a source; all else as it is."""
+    """Return ``part`` ("train" or "test") of a dataset, a pair of tensors as a source, and other data unchanged."""
     if isinstance(data, Dataset):
         return getattr(data, part)
     return PairSource(*split_batch(data)) if is_pair(data) or isinstance(data, Mapping) else data
 
 
 def split_train_test(data: Any) -> tuple[Any, Any]:
-    """What to train on and what to test on; None where there is nothing to test on."""
+    """Return the training data and the test data; None if there is no test data."""
     if isinstance(data, Dataset):
         return data.train, data.test
     if isinstance(data, tuple) and len(data) == 2 and not is_pair(data):
@@ -104,35 +104,41 @@ def split_train_test(data: Any) -> tuple[Any, Any]:
 
 
 class PairSource:
-    """Inputs of any kind and their labels, held in memory: as a source of ``sosp.data``, without augmentation."""
+    """A source, as in ``sosp.data``, of inputs of any kind and their labels in memory, without augmentation."""
 
     def __init__(self, inputs: Any, labels: Tensor) -> None:
         self.inputs, self.labels = parse_batch((inputs, labels))
         if not len(labels):
-            raise DataError("the data is empty: there is not one example in it.")
+            raise DataError("the data is empty: it has no examples.")
         if (found := count_examples(self.inputs)) != len(labels):
-            raise DataError(f"the inputs hold {found} examples and the labels {len(labels)}; give as many of each.")
+            raise DataError(
+                f"the inputs hold {found} examples and the labels {len(labels)}; give the same number of each."
+            )
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def steps(self, batch: int) -> int:
+        """Return the number of batches in an epoch."""
         return len(Batching(len(self), batch))
 
     def epoch(
         self, number: int, *, batch: int, seed: int, start: int = 0, rank: int = 0, ranks: int = 1
     ) -> Iterator[tuple[Any, Tensor]]:
+        """Return the batches of an epoch in random order, from batch ``start`` on."""
         order = torch.randperm(len(self), generator=make_generator(seed, number))
         batching = Batching(len(self), batch, rank, ranks)
-        return (self._rows(order[make_slice(batching.own(k))]) for k in batching.since(start))
+        return (self._rows(order[make_slice(batching.rank_rows(k))]) for k in batching.since(start))
 
     def ordered(
         self, *, batch: int, limit: int | None = None, rank: int = 0, ranks: int = 1
     ) -> Iterator[tuple[Any, Tensor]]:
+        """Return the batches of all examples, or of the first ``limit``, in order."""
         batching = Batching(apply_limit(len(self), limit), batch, rank, ranks)
-        return (self._rows(torch.tensor(batching.own(k), dtype=torch.int64)) for k in range(len(batching)))
+        return (self._rows(torch.tensor(batching.rank_rows(k), dtype=torch.int64)) for k in range(len(batching)))
 
     def subset(self, count: int, seed: int) -> PairSource:
+        """Return a source of ``count`` examples drawn at random."""
         return PairSource(*self._rows(draw_rows(len(self), count, seed)))
 
     def _rows(self, index: Tensor) -> tuple[Any, Tensor]:

@@ -1,4 +1,4 @@
-"""The interface of whoever shows the progress of a run."""
+"""Define the interface of objects that show the progress of a run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from sosp.training.results import Moment
 
 
 class Watcher(Protocol):
-    """Who is told how a run goes."""
+    """An observer of the progress of a run."""
 
     def event(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Something happened that is worth a line."""
+        """Report an event that is worth a line of output."""
         ...
 
     def step(self, stage: str, done: int, total: int, moment: Moment) -> None:
-        """So many steps of a training are done."""
+        """Report that ``done`` of ``total`` steps of a training are done."""
         ...

@@ -15,39 +15,39 @@ import sosp
 # when its command is called, so that the list of commands needs neither torch nor matplotlib.
 COMMANDS = {
     "demo": (
-        "demo.demo",
+        "demo_command.demo",
         "Train a small residual network on digits, remove half of it, fine-tune, and compare with random pruning.",
     ),
-    "train": ("runs.train", "Train a network."),
-    "prune": ("runs.prune", "Score a trained network, remove what it needs least, and save the smaller one."),
-    "finetune": ("runs.finetune", "Train a pruned network further."),
-    "run": ("runs.run", "Train, prune and fine-tune as a file says, or go on with a run."),
+    "train": ("run_commands.train", "Train a network."),
+    "prune": ("run_commands.prune", "Score a trained network, remove what it needs least, and save the smaller one."),
+    "finetune": ("run_commands.finetune", "Train a pruned network further."),
+    "run": ("run_commands.run", "Train, prune and fine-tune as a file says, or go on with a run."),
     "compare": (
-        "runs.compare",
+        "run_commands.compare",
         "Prune one network by many methods at many ratios, and compare what is left. Fine-tunes if --epochs is given.",
     ),
     "expand": (
-        "expand.expand",
+        "width_commands.expand",
         "Train, find what is too narrow, widen it, train anew and prune; beside it the network as it is, and a wider "
         "one.",
     ),
     "bottlenecks": (
-        "expand.bottlenecks",
+        "width_commands.bottlenecks",
         "Say which layers and blocks are too narrow, which are over-wide, and what widths would even that out.",
     ),
-    "report": ("report.report", "Make the page of a run anew, or one page of several runs beside each other."),
-    "eval": ("inspect.evaluate", "Measure the accuracy of a network on the test data."),
-    "count": ("inspect.count", "Count parameters and multiply-accumulates, layer by layer."),
+    "report": ("report_command.report", "Make the page of a run anew, or one page of several runs beside each other."),
+    "eval": ("inspection_commands.evaluate", "Measure the accuracy of a network on the test data."),
+    "count": ("inspection_commands.count", "Count parameters and multiply-accumulates, layer by layer."),
     "trace": (
-        "inspect.trace",
+        "inspection_commands.trace",
         "Show how the channels of a network flow: which are tied together, what cannot be removed and why.",
     ),
     "data": (
-        "inspect.data",
+        "inspection_commands.data",
         "Say which datasets lie in a folder, whether they are complete, and where to get what is missing.",
     ),
     "reproduce": (
-        "reproduce.reproduce",
+        "reproduce_command.reproduce",
         "Redo an experiment of the paper: only what is missing, from where it was left.",
     ),
 }

@@ -28,7 +28,7 @@ def demo(
     Takes under a minute on two CPU cores and downloads nothing. Needs scikit-learn: pip install 'sosp\\[demo]'.
     """
     started = time.perf_counter()
-    rows = shown.run_demo(Path(out), screen.say)
+    rows = shown.run_demo(Path(out), screen.print_lines)
     table = create_table("network", "accuracy", "parameters", "MACs", "latency")
     for row in rows:
         time_taken = f"{1e3 * row.latency:.2f} ms"
@@ -36,9 +36,9 @@ def demo(
             row.network, format_share(row.accuracy), f"{row.params:,}", format_large_number(row.macs), time_taken
         )
     file = Path(out) / shown.NETWORK
-    screen.tell({"event": "result", "network": str(file), "rows": [asdict(row) for row in rows]})
+    screen.print_json({"event": "result", "network": str(file), "rows": [asdict(row) for row in rows]})
     config = build_config({"model": {"name": "sosp:digits_resnet"}})
-    screen.say(
+    screen.print_lines(
         table,
         "Accuracy on 500 test images, latency of one pass over them on one thread. Pruned: half of the structures are "
         "gone and batch norms have counted anew, nothing was trained. On data this easy, fine-tuning makes up for any "

@@ -54,7 +54,7 @@ def add_flags(*wanted: str) -> Callable[[Callable[..., None]], Callable[..., Non
                 if value is not None and value != []:
                     given[section][key] = value
             as_json = values.pop("json")
-            with distributed.join_processes(), Screen(as_json=as_json).guarding() as screen:
+            with distributed.join_processes(), Screen(as_json=as_json).handle_errors() as screen:
                 function(**values, given=given, screen=screen)
 
         parameters = [*own, *(_parameter(*option) for option in chosen), JSON]

@@ -40,7 +40,7 @@ def evaluate(
     warn_without_weights(job, screen)
     found = sosp.evaluate(job.start, test, batch=batch, device=job.device, limit=limit)
     cost = sosp.count(job.start, job.example)
-    screen.tell({"event": "result", **asdict(found), "params": cost.params, "macs": cost.macs})
+    screen.print_json({"event": "result", **asdict(found), "params": cost.params, "macs": cost.macs})
     table = create_table("examples", "accuracy", "top 5", "loss", "parameters", "MACs")
     cells = (
         format_share(found.top1),
@@ -50,7 +50,7 @@ def evaluate(
         f"{cost.macs:,}",
     )
     table.add_row(f"{found.examples:,}", *cells)
-    screen.say(table)
+    screen.print_lines(table)
 
 
 @add_flags("model")
@@ -71,8 +71,8 @@ def count(
     before = sosp.count(network, example, convention=convention)
     after = None if mask is None else sosp.count(network, example, require_mask(mask), convention=convention)
     left = {} if after is None else {"left": asdict(after)}
-    screen.tell({"event": "result", **asdict(before), **left})
-    screen.say(create_cost_table(before, after))
+    screen.print_json({"event": "result", **asdict(before), **left})
+    screen.print_lines(create_cost_table(before, after))
 
 
 @add_flags("model")
@@ -83,8 +83,10 @@ def trace(model: Target, given: Sections, screen: Screen) -> None:
     """
     flow = sosp.trace(*make_network_and_example(model, given))
     pinned = [{"layers": p.layers, "op": p.op, "where": p.where, "why": p.why} for p in flow.pinned]
-    screen.tell({"event": "result", "streams": [asdict(s) for s in flow.streams], "pinned": pinned, **_untraced(flow)})
-    screen.say(str(flow))
+    screen.print_json(
+        {"event": "result", "streams": [asdict(s) for s in flow.streams], "pinned": pinned, **_untraced(flow)}
+    )
+    screen.print_lines(str(flow))
 
 
 def _untraced(flow: sosp.Flow) -> dict[str, Any]:
@@ -99,8 +101,8 @@ def data(
 ) -> None:
     """Say which datasets lie in a folder, whether they are complete, and where to get what is missing."""
     for finding in sosp.data.inspect(folder):
-        screen.tell({"event": "finding", **asdict(finding)})
-        screen.say(str(finding))
+        screen.print_json({"event": "finding", **asdict(finding)})
+        screen.print_lines(str(finding))
 
 
 def make_network_and_example(word: str, given: Sections) -> tuple[nn.Module, Any]:

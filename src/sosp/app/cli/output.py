@@ -41,17 +41,17 @@ class Screen:
 
     # --- printing ---------------------------------------------------------------------------------------
 
-    def say(self, *lines: RenderableType) -> None:
+    def print_lines(self, *lines: RenderableType) -> None:
         """Text or tables, for people; the log of the run gets them too."""
         for line in lines:
             self.console.print(wrap_text(line, self.console) if isinstance(line, str) else line)
         if self.run is not None and self.run.writes:
-            with self.run.log() as file:
+            with self.run.open_log() as file:
                 log = Console(file=file, width=UNLIMITED_WIDTH, no_color=True, soft_wrap=True, **PLAIN)
                 for line in lines:
                     log.print(line)
 
-    def tell(self, facts: Mapping[str, Any]) -> None:
+    def print_json(self, facts: Mapping[str, Any]) -> None:
         """One line of JSON, for machines."""
         if self.as_json and distributed.is_main():
             print(json.dumps(replace_nonfinite(facts), allow_nan=False, default=str), flush=True)
@@ -61,20 +61,20 @@ class Screen:
     def event(self, name: str, facts: Mapping[str, Any]) -> None:
         facts = replace_nonfinite({"event": name, **facts})
         if self.run is not None:
-            self.run.note(facts)
-        self.tell(facts)
+            self.run.append_metrics(facts)
+        self.print_json(facts)
         if name in EVENT_FORMATS:
-            self.say(EVENT_FORMATS[name](facts))
+            self.print_lines(EVENT_FORMATS[name](facts))
         if name == "end":
             self.bar.clear()
 
     def step(self, stage: str, done: int, total: int, moment: Moment) -> None:
-        self.bar.move(stage, done, total, moment)
+        self.bar.update(stage, done, total, moment)
 
     # --- the end ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def guarding(self) -> Iterator[Screen]:
+    def handle_errors(self) -> Iterator[Screen]:
         """Refusals become one line and an exit code; Ctrl-C says how to go on; a bug keeps its traceback."""
         with warnings.catch_warnings():
             warnings.showwarning = self.warn
@@ -98,7 +98,7 @@ class Screen:
             except typer.Exit:
                 raise
             except Exception as error:
-                self.tell({"error": f"{type(error).__name__}: {error}"})
+                self.print_json({"error": f"{type(error).__name__}: {error}"})
                 raise
             finally:
                 self.bar.clear()
@@ -108,10 +108,10 @@ class Screen:
 
     def _fail(self, message: str, code: int) -> None:
         self.bar.clear()
-        self.tell({"error": message, "code": code})
+        self.print_json({"error": message, "code": code})
         self._complain(Text(f"sosp: {message}", style="red"))
         if self.run is not None and self.run.writes:
-            with suppress(OSError), self.run.log() as file:
+            with suppress(OSError), self.run.open_log() as file:
                 file.write(f"sosp: {message}\n")
         raise typer.Exit(code)
 
@@ -120,7 +120,7 @@ class Screen:
         if str(message) in self.warned:
             return
         self.warned.add(str(message))
-        self.tell({"warning": str(message)})
+        self.print_json({"warning": str(message)})
         self._complain(Text(f"sosp: {message}"))
 
     def _complain(self, words: Text) -> None:

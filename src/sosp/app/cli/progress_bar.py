@@ -19,7 +19,7 @@ class ProgressBar:
         self.console = console
         self.drawn: Progress | None = None
 
-    def move(self, stage: str, done: int, total: int, moment: Moment) -> None:
+    def update(self, stage: str, done: int, total: int, moment: Moment) -> None:
         if self.console.quiet or not self.console.is_terminal or os.environ.get("SOSP_PROGRESS") == "0":
             return
         words = describe_moment(stage, moment)

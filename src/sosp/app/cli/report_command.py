@@ -29,5 +29,5 @@ def report(
     """
     page = write_report(runs, out)
     figures = [] if png is None else write_figures(runs, png)
-    screen.tell({"event": "result", "report": str(page), "figures": [str(path) for path in figures]})
-    screen.say(f"Report: {page}", *(f"Figure: {path}" for path in figures))
+    screen.print_json({"event": "result", "report": str(page), "figures": [str(path) for path in figures]})
+    screen.print_lines(f"Report: {page}", *(f"Figure: {path}" for path in figures))

@@ -134,18 +134,18 @@ def run_experiment(
     experiment: Experiment, cells: tuple[Cell, ...], setting: ExperimentSettings, retry: bool, screen: Screen
 ) -> None:
     """Run it; stopped, say how to go on."""
-    screen.say(
+    screen.print_lines(
         f"{experiment.name}: {format_count(len(cells), 'cell')}, records in {setting.results}, on {setting.device}"
     )
     try:
         found = paper.run_experiment(experiment, setting, ExperimentWatcher(screen), cells=cells, retry=retry)
     except (KeyboardInterrupt, SystemExit):
         screen.bar.clear()
-        screen.say("What is done is kept. Go on with the same command.")
+        screen.print_lines("What is done is kept. Go on with the same command.")
         raise
     facts = {how: found.count(how) for how in ("done", "refused", "failed")}
-    screen.tell({"event": "result", "experiment": experiment.name, **facts, "missing": found.missing})
-    screen.say(", ".join(f"{number} {how}" for how, number in facts.items()) + f", {found.missing} missing")
+    screen.print_json({"event": "result", "experiment": experiment.name, **facts, "missing": found.missing})
+    screen.print_lines(", ".join(f"{number} {how}" for how, number in facts.items()) + f", {found.missing} missing")
 
 
 class ExperimentWatcher:
@@ -157,7 +157,7 @@ class ExperimentWatcher:
         self.lead, self.epochs, self.since = "", 0, 0.0  # of the networks that train side by side: one that is watched
 
     def event(self, name: str, facts: Mapping[str, Any]) -> None:
-        self.screen.tell({"event": name, **facts})
+        self.screen.print_json({"event": name, **facts})
         if name == "plan":
             self.missing = facts["missing"]
         if name == "begin":
@@ -173,7 +173,7 @@ class ExperimentWatcher:
             self.screen.bar.clear()
         if name in LINES:
             timed = name == "begin" or (name == "cell" and not self.lead)  # where nothing is trained: cell by cell
-            self.screen.say(LINES[name](facts) + (self._left() if timed else ""))
+            self.screen.print_lines(LINES[name](facts) + (self._left() if timed else ""))
 
     def step(self, stage: str, done: int, total: int, moment: Moment) -> None:
         self.screen.step(stage, done, total, moment)
@@ -191,10 +191,10 @@ class ExperimentWatcher:
         self.epochs += 1
         number, whole = facts["number"], facts["epochs"]
         if self.epochs == 1 and number > 1:
-            self.screen.say(f"going on with epoch {number}")
+            self.screen.print_lines(f"going on with epoch {number}")
         if number % EVERY == 0:
             seconds = (time.monotonic() - self.since) / self.epochs * (whole - number)
-            self.screen.say(
+            self.screen.print_lines(
                 f"epoch {number} of {whole}: {format_share(facts['test'])}, about {format_duration(seconds)} left"
             )
 
@@ -230,9 +230,9 @@ def show_list(screen: Screen) -> None:
     table.columns[2].justify = "left"
     for name, make in paper.EXPERIMENTS.items():
         found = make()
-        screen.tell({"event": "experiment", "name": name, "title": found.title, "cells": len(found.cells)})
+        screen.print_json({"event": "experiment", "name": name, "title": found.title, "cells": len(found.cells)})
         table.add_row(name, str(len(found.cells)), f"{found.title}: {found.where}")
-    screen.say(table)
+    screen.print_lines(table)
 
 
 def show_status(chosen: list[Experiment], results: Path, screen: Screen, *, cells: bool) -> None:
@@ -242,18 +242,18 @@ def show_status(chosen: list[Experiment], results: Path, screen: Screen, *, cell
         found = paper.read_experiment_state(experiment, results)
         numbers = [found.count(how) for how in ("done", "refused", "failed")] + [found.missing]
         facts = dict(zip(("done", "refused", "failed", "missing"), numbers, strict=True))
-        screen.tell({"event": "status", "name": experiment.name, "cells": len(experiment.cells), **facts})
+        screen.print_json({"event": "status", "name": experiment.name, "cells": len(experiment.cells), **facts})
         table.add_row(experiment.name, str(len(experiment.cells)), *map(str, numbers))
         for name, record in found.records.items() if cells else ():
             word = "missing" if record is None else f"{record.state} {record.reason}".strip()
-            screen.tell({"event": "cell", "cell": name, "state": "missing" if record is None else record.state})
-            screen.say(f"{name}: {word}")
-    screen.say(table)
+            screen.print_json({"event": "cell", "cell": name, "state": "missing" if record is None else record.state})
+            screen.print_lines(f"{name}: {word}")
+    screen.print_lines(table)
 
 
 def show_pages(written: list[Path], screen: Screen) -> None:
-    screen.tell({"event": "pages", "files": [str(path) for path in written]})
-    screen.say(f"Written: {', '.join(map(str, written))}")
+    screen.print_json({"event": "pages", "files": [str(path) for path in written]})
+    screen.print_lines(f"Written: {', '.join(map(str, written))}")
 
 
 def show_plan(
@@ -266,13 +266,17 @@ def show_plan(
     trained = [epochs for epochs in (*tuned, *(start.schedule.epochs for start in first)) if epochs]
     names, before = [cell.name for cell in todo], [start.name for start in first]
     facts = {"missing": len(todo), "cells": names, "networks": before, "epochs": sum(trained)}
-    screen.tell({"event": "plan", "experiment": experiment.name, **facts})
-    screen.say(f"{experiment.name}: {len(todo)} of {format_count(len(cells), 'cell')} missing", *_shorten_list(names))
+    screen.print_json({"event": "plan", "experiment": experiment.name, **facts})
+    screen.print_lines(
+        f"{experiment.name}: {len(todo)} of {format_count(len(cells), 'cell')} missing", *_shorten_list(names)
+    )
     if first:
-        screen.say(f"to be trained first: {format_count(len(first), 'network')}", *_shorten_list(before))
+        screen.print_lines(f"to be trained first: {format_count(len(first), 'network')}", *_shorten_list(before))
     if trained:
-        screen.say(f"in all {format_count(len(trained), 'training')} with {format_count(sum(trained), 'epoch')}")
-    screen.say("Nothing was done.")
+        screen.print_lines(
+            f"in all {format_count(len(trained), 'training')} with {format_count(sum(trained), 'epoch')}"
+        )
+    screen.print_lines("Nothing was done.")
 
 
 def _shorten_list(names: list[str]) -> list[str]:

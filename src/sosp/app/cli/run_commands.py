@@ -163,8 +163,8 @@ def launch_run(
         return
     with open_in_all_processes(folder, record, resume) as run:
         screen.run = run
-        screen.tell({"event": "run", "folder": str(folder), "config": job.config.as_dict()})
-        screen.say(f"Run {folder}: {job.config.model.name} on {job.dataset.name}, {job.device}")
+        screen.print_json({"event": "run", "folder": str(folder), "config": job.config.as_dict()})
+        screen.print_lines(f"Run {folder}: {job.config.model.name} on {job.dataset.name}, {job.device}")
         before = run.results
         results = run_stages(job, run, screen)
         page = keep_report(run.folder, screen.warn, anew=results != before) if run.writes else None
@@ -194,33 +194,35 @@ def show_results(config: Config, run: RunFolder, results: Mapping[str, Any], pag
     told = {"event": "result", "folder": str(run.folder), "report": page and str(page)}
     report = [] if page is None else [f"Report: {page}"]
     if config.compare is not None:
-        screen.tell({**told, "results": results})
-        screen.say(
+        screen.print_json({**told, "results": results})
+        screen.print_lines(
             create_comparison_table(results["compare"]["summaries"]),
             *report,
             f"Saved: {file}, {run.folder / COMPARISON_FILE}",
         )
         return
     if config.expand is not None:
-        screen.tell({**told, "results": results})
-        screen.say(create_expansion_table(results["expand"]), *report, f"Saved: {file}, {run.folder}/seed*/networks")
+        screen.print_json({**told, "results": results})
+        screen.print_lines(
+            create_expansion_table(results["expand"]), *report, f"Saved: {file}, {run.folder}/seed*/networks"
+        )
         return
-    screen.tell({**told, "network": str(file), "results": results})
+    screen.print_json({**told, "network": str(file), "results": results})
     lines = (f"  {line}" for line in format_load_code(config, str(file)))
-    screen.say(create_results_table(results), *report, f"Saved: {file}", *lines)
+    screen.print_lines(create_results_table(results), *report, f"Saved: {file}", *lines)
 
 
 def show_plan(job: RunJob, folder: Path, screen: Screen) -> None:
     """A dry run: what would be done, in which folder, at what cost."""
     found = estimate_run(job)
-    screen.tell({"event": "plan", "folder": str(folder), "config": job.config.as_dict(), **found})
+    screen.print_json({"event": "plan", "folder": str(folder), "config": job.config.as_dict(), **found})
     network = found.pop("network")
     size = f"{network['params']:,} parameters, {format_large_number(network['macs'])} MACs"
-    screen.say(f"{job.config.model.name}: {size}, on {network['device']}")
+    screen.print_lines(f"{job.config.model.name}: {size}, on {network['device']}")
     for stage, facts in found.items():
-        screen.say(f"{stage}: {format_plan(facts)}")
+        screen.print_lines(f"{stage}: {format_plan(facts)}")
     state = "is there already" if is_run(folder) else "would be made"
-    screen.say(f"Run {folder} {state}. Nothing was done.")
+    screen.print_lines(f"Run {folder} {state}. Nothing was done.")
 
 
 def format_plan(facts: Mapping[str, Any]) -> str:

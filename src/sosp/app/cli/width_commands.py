@@ -53,11 +53,11 @@ def bottlenecks(
     job = prepare_bottleneck_job(build_config(sections, format_flag), data=kept is None or subsamples > 0)
     warn_without_weights(job, screen)
     found = find_run_bottlenecks(job, kept, ratios=parse_ratios(ratios), alpha=alpha, subsamples=subsamples)
-    screen.tell({"event": "result", **found.as_dict()})
+    screen.print_json({"event": "result", **found.as_dict()})
     facts = found.as_dict()
-    screen.say(create_bottlenecks_table(facts["blocks"], facts["ratios"], "block"))
-    screen.say(create_bottlenecks_table(facts["layers"], facts["ratios"], "layer"))
-    screen.say(
+    screen.print_lines(create_bottlenecks_table(facts["blocks"], facts["ratios"], "block"))
+    screen.print_lines(create_bottlenecks_table(facts["layers"], facts["ratios"], "layer"))
+    screen.print_lines(
         f"{found.method}, by {'the saliency of the run' if kept else 'a saliency of now'}. {format_advice(found)}"
     )
 

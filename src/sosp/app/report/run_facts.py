@@ -73,7 +73,7 @@ class RunFacts:
     epochs: Mapping[str, tuple[Epoch, ...]]  # stage -> those that are done
     layers: tuple[ReportLayer, ...]
     widths: tuple[LayerWidths, ...]
-    course: LossCurve | None
+    loss_curve: LossCurve | None
     bottlenecks: Mapping[str, Any] | None  # as ``sosp.bottlenecks`` writes them
     saliency: SavedSaliency | None
     summaries: tuple[ComparisonSummary, ...]  # of a comparison
@@ -89,7 +89,7 @@ def read_run(folder: str | Path) -> RunFacts:
     if not is_run(path):
         raise RunError(f"{folder}: is not the folder of a run (it has no config.json).")
     run, record = RunFolder(path, writes=False), read_record(path)
-    widths, course, narrow = _details(path / DETAILS)
+    widths, curve, narrow = _details(path / DETAILS)
     return RunFacts(
         folder=path,
         record=record,
@@ -97,7 +97,7 @@ def read_run(folder: str | Path) -> RunFacts:
         epochs=_epochs(path / METRICS),
         layers=_layers(run, record.config.stages),
         widths=widths,
-        course=course,
+        loss_curve=curve,
         bottlenecks=narrow,
         saliency=read_saliency(path / SALIENCY) if (path / SALIENCY).is_file() else None,
         summaries=tuple(summarise_cells(tuple(ComparisonStore(path).known.values())))

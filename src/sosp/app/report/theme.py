@@ -81,7 +81,7 @@ class Plot:
 
     name: str  # of its file
     figure: Figure
-    says: str
+    description: str
     tips: Mapping[str, str] = field(default_factory=dict)  # gid of an artist -> words
 
     @property
@@ -142,7 +142,7 @@ def render_svg(plot: Plot, key: str = "") -> Markup:
     body = REST.sub("", file.getvalue()[found.end() :])
     body = GROUP.sub(lambda group: _group(plot.tips.get(group[1]), group[2]), body)
     body = STYLE.sub(lambda style: COLOUR.sub(lambda colour: VARIABLES[colour[0]], style[0]), body)
-    return Markup(f'<svg role="img" aria-label="{escape(plot.says)}" {sizes}>{body}')
+    return Markup(f'<svg role="img" aria-label="{escape(plot.description)}" {sizes}>{body}')
 
 
 def _group(words: str | None, rest: str) -> str:

@@ -77,7 +77,7 @@ def run_comparison(stage: str, job: RunJob, stand: StageInput, run: RunFolder, w
         stand.model,
         job.dataset,
         plan,
-        schedule=None if tuning is None else tuning.plan(),
+        schedule=None if tuning is None else tuning.build_schedule(),
         folder=run.folder,
         device=job.device,
         speed=None if tuning is None else tuning.speed,

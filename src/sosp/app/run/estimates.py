@@ -39,7 +39,7 @@ def estimate_run(job: RunJob) -> dict[str, Any]:
 
 
 def _training(job: RunJob, stage: str, macs: int, each: float) -> dict[str, Any]:
-    schedule = getattr(job.config, stage).plan()
+    schedule = getattr(job.config, stage).build_schedule()
     images = schedule.epochs * len(job.dataset.train)
     return {
         "epochs": schedule.epochs,
@@ -68,7 +68,7 @@ def _comparing(job: RunJob) -> dict[str, Any]:
         "methods": list(plan.methods),
         "ratios": list(plan.ratios),
         "cells": cells,
-        "tuning": 0 if tuning is None else tuning.plan().epochs,
+        "tuning": 0 if tuning is None else tuning.build_schedule().epochs,
     }
 
 
@@ -82,8 +82,8 @@ def _expanding(job: RunJob, params: int) -> dict[str, Any]:
         "sizes": [f"{kind} {size:g}" for kind, size in plan_expansion(job).budgets(params)],
         "seeds": section.seeds,
         "trainings": before,
-        "epochs_before": train.plan().epochs if before else 0,
-        "epochs_after": train.plan().epochs if section.tuning is None else section.tuning,
+        "epochs_before": train.build_schedule().epochs if before else 0,
+        "epochs_after": train.build_schedule().epochs if section.tuning is None else section.tuning,
     }
 
 

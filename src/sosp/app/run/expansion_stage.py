@@ -37,7 +37,7 @@ def plan_expansion(job: RunJob) -> ExpansionPlan:
     assert section is not None
     keep = (*(how.exclude or ()), *(() if how.downsampling else downsampling(job.start)))
     same = {name: getattr(how, name) for name in ("method", "examples", "gate", "groups", "cap")}
-    return section.plan(exclude=keep, **same)
+    return section.build_plan(exclude=keep, **same)
 
 
 def choose_network(job: RunJob) -> nn.Module | NetworkFunction:
@@ -61,7 +61,7 @@ def check_expansion(job: RunJob) -> None:
         raise ArgumentError(
             "an expansion trains and fine-tunes as [train] says; [finetune] and [compare] have no place."
         )
-    if train.plan().distill or train.slimming is not None:
+    if train.build_schedule().distill or train.slimming is not None:
         raise ArgumentError("an expansion trains without a teacher and without slimming.")
     if getattr(job.start, "sosp_recipes", ()):
         raise ArgumentError("the network is pruned already: begin with one that is not, or with the name of a network.")
@@ -91,7 +91,7 @@ def run_expansion(stage: str, job: RunJob, stand: StageInput, run: RunFolder, wa
 def setup_for(job: RunJob, run: RunFolder, watch: Watcher, seed: int) -> ExpansionSetup:
     section, train = job.config.expand, job.config.train
     assert section is not None and train is not None
-    schedule = train.plan()
+    schedule = train.build_schedule()
     tuning = schedule if section.tuning is None else replace(schedule, epochs=section.tuning)
 
     def on_epoch(name: str, epoch: Epoch) -> None:

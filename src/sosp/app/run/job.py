@@ -64,7 +64,7 @@ class RunJob:
             raise ArgumentError("this needs data: name a dataset (--data, or name in [data]).")
         return self.data
 
-    def loaded(self, path: str | Path) -> nn.Module:
+    def load_network(self, path: str | Path) -> nn.Module:
         """The network in a file, on the device."""
         return by_name.load_weights(self.original, path).to(self.device)
 
@@ -206,7 +206,7 @@ def check_stages(config: Config) -> None:
     for stage in ("train", "finetune"):
         section: TrainingSection | None = getattr(config, stage)
         if section is not None and section.schedule is not None:
-            distill, teacher = section.plan().distill, section.teacher
+            distill, teacher = section.build_schedule().distill, section.teacher
             if teacher is not None and not distill:
                 raise ArgumentError("a teacher is named, but distill is 0: say which share of the loss it gets.")
             if distill and teacher is None and (stage == "train" or config.prune is None):
@@ -234,7 +234,7 @@ def check_job(job: RunJob) -> None:
             _refuse_choice(structures, config.prune)
     for section in (config.train, config.finetune):
         if section is not None:
-            section.plan()
+            section.build_schedule()
             section.speed.on(job.device)
             if section.slimming is not None:
                 find_norm_scales(job.start)
@@ -247,7 +247,7 @@ def _refuse_choice(structures: Structures, section: PruningSection) -> None:
     anything = torch.arange(float(len(structures)))
     saliency = Saliency(structures, section.method, None, values=anything, scope=METHODS[section.method].scope)
     with suppress(DisconnectedError):  # that depends on the scores
-        select(saliency, **section.choice)
+        select(saliency, **section.selection_options)
 
 
 def find_job_structures(job: RunJob, model: nn.Module) -> Structures:
@@ -263,9 +263,9 @@ def find_job_structures(job: RunJob, model: nn.Module) -> Structures:
 def load_teacher(job: RunJob, stage: str, before: nn.Module | None) -> nn.Module | None:
     """The network that a stage compares with: the named one, or the one before pruning."""
     section: TrainingSection = getattr(job.config, stage)
-    if not section.plan().distill:
+    if not section.build_schedule().distill:
         return None
-    return before if section.teacher is None else job.loaded(resolve_network_file(section.teacher))
+    return before if section.teacher is None else job.load_network(resolve_network_file(section.teacher))
 
 
 def resolve_network_file(path: str) -> str:

@@ -70,21 +70,21 @@ class RunFolder:
             raise RunError(f"{path}: does not hold the figures of stages. Remove it, and the stages are done again.")
         return found
 
-    def done(self, stage: str) -> bool:
+    def is_done(self, stage: str) -> bool:
         return stage in self.results and self.file(stage).is_file()
 
-    def finish(self, stage: str, figures: Mapping[str, Any]) -> None:
+    def record_stage(self, stage: str, figures: Mapping[str, Any]) -> None:
         """Keep the figures of a stage; its network must be there by now."""
         if self.writes:
             write_json(self.folder / RESULT, {**self.results, stage: dict(figures)})
 
-    def note(self, event: Mapping[str, Any]) -> None:
+    def append_metrics(self, event: Mapping[str, Any]) -> None:
         """One line of the metrics."""
         if self.writes:
             with open(self.folder / METRICS, "a", encoding="utf-8") as file:
                 file.write(json.dumps(event, allow_nan=False, default=str) + "\n")
 
-    def log(self) -> IO[str]:
+    def open_log(self) -> IO[str]:
         """The log, to be written to and closed."""
         return open(self.folder / LOG, "a", encoding="utf-8")
 
@@ -185,7 +185,7 @@ def find_last_network(folder: str | Path) -> tuple[RunRecord, Path]:
         raise RunError(f"{folder}: holds a comparison, which leaves no network behind.")
     if record.config.expand is not None:
         raise RunError(f"{folder}: holds an expansion, which leaves several networks behind (seed*/networks).")
-    done = [stage for stage in record.config.stages if run.done(stage)]
+    done = [stage for stage in record.config.stages if run.is_done(stage)]
     if not done:
         raise RunError(f"{folder}: no stage of this run is done. Go on with it: sosp run {folder}")
     return record, run.file(done[-1])

@@ -18,7 +18,7 @@ def describe_run(config: Config, command: Sequence[str]) -> RunRecord:
     """The record of a run that is about to begin, or goes on."""
     given = {f"{s}.{k}": getattr(getattr(config, s), k, None) for s, k in FILE_KEYS}
     found = {name: hash_weights_file(resolve_network_file(path)) for name, path in given.items() if path is not None}
-    plans = {stage: asdict(getattr(config, stage).plan()) for stage in _list_training_stages(config)}
+    plans = {stage: asdict(getattr(config, stage).build_schedule()) for stage in _list_training_stages(config)}
     return RunRecord(
         config, found, {**describe_environment(command, choose_device(config.run.device)), "schedules": plans}
     )

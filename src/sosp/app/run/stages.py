@@ -51,7 +51,7 @@ class StageInput:
 def run_training(stage: str, job: RunJob, stand: StageInput, run: RunFolder, watch: Watcher) -> dict[str, Any]:
     """Train the network, save the result; its figures."""
     section: TrainingSection = getattr(job.config, stage)
-    schedule = section.plan()
+    schedule = section.build_schedule()
     watch.event("begin", {"stage": stage, "epochs": schedule.epochs, "schedule": asdict(schedule)})
 
     def on_epoch(name: str, epoch: Epoch) -> None:
@@ -136,9 +136,11 @@ def prune_network(job: RunJob, model: nn.Module, section: PruningSection) -> tup
         return saliency
 
     if section.repair:
-        found = prune_and_repair(model, job.dataset.train, job.example, section.choice, scored, section.rounds)
+        found = prune_and_repair(
+            model, job.dataset.train, job.example, section.selection_options, scored, section.rounds
+        )
     else:
-        found = select_and_shrink(model, scored(model), job.example, section.choice)
+        found = select_and_shrink(model, scored(model), job.example, section.selection_options)
     return found, sum(times)
 
 
@@ -183,15 +185,15 @@ def run_stages(job: RunJob, run: RunFolder, watch: Watcher) -> dict[str, Any]:
     """All stages that are not done yet, one after the other; the results of all."""
     stand = StageInput(job.start, None, read_mask(job.config.model.weights))
     for stage in job.config.stages:
-        if not run.done(stage):
+        if not run.is_done(stage):
             found = STAGES[stage](stage, job, stand, run, watch)
-            run.finish(stage, found)
+            run.record_stage(stage, found)
             watch.event("end", {"stage": stage, "file": str(run.file(stage)), **found})
         distributed.wait_for_ranks()
         if stage in ("compare", "expand"):
             continue
         # Always from the file: a run that was interrupted goes on with the same numbers as one that was not.
-        model = job.loaded(run.file(stage))
+        model = job.load_network(run.file(stage))
         before = stand.model if stage == "prune" else stand.before
         stand = replace(stand, model=model, before=before, mask=read_mask(run.file(stage)))
     return run.results

@@ -78,7 +78,7 @@ def saved_macs(structures: Structures) -> Tensor:
     known: dict[tuple[ChannelUse, ...], float] = {}
     for s, key in enumerate(map(tuple, keys)):
         if key not in known:
-            removed = flow.removed(structures.channels_of(torch.tensor([s])), norms)
+            removed = flow.find_removed_outputs(structures.channels_of(torch.tensor([s])), norms)
             known[key] = whole - compute_cost(flow, flow.layout(removed)).macs
         found[s] = known[key]
     return found

@@ -1,4 +1,4 @@
-"""Pruning as a microscope: the layers that lose little however much is removed are too narrow.
+"""Find layers that are too narrow: they lose little, however much is removed.
 
 >>> found = sosp.bottlenecks(sosp.score(model, loader))
 >>> print(found)

@@ -1,4 +1,4 @@
-"""Which layers have one width, and which make up a block: from the streams of a network, whatever it is."""
+"""Find the layers that share a width and the layers that form a block, from the streams of any network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sosp.graph import Flow
 from sosp.graph.records import Structures
 from sosp.surgery.widen import find_ties, is_depthwise
 
-Key = tuple[int, ...]  # of a stream: the classes of its channels
+Key = tuple[int, ...]  # identifies a stream: the classes of its channels
 NamedBlocks = Mapping[str, Iterable[str]]
 
 
@@ -26,7 +26,7 @@ class Block:
 
 
 class LayerStreams:
-    """The streams that layers give their channels to, and who reads them."""
+    """The streams that layers write their channels to, and the layers that read them."""
 
     def __init__(self, flow: Flow) -> None:
         together = flow.graph.classes(find_ties(flow))
@@ -41,24 +41,26 @@ class LayerStreams:
         self.joints = {key for key, names in self.members.items() if len(mixing & set(names)) > 1}
         self._ahead: dict[Key, Key | None] = {}
 
-    def ahead(self, key: Key) -> Key | None:
-        """The first stream, from here on, that several layers are added up in; None if there is not exactly one."""
+    def find_joint(self, key: Key) -> Key | None:
+        """Return the stream, from ``key`` on, in which several layers are added; None unless exactly one exists."""
         if key in self.joints:
             return key
         if key not in self._ahead:
             self._ahead[key] = None  # for a layer that reads itself
             mine = set(key)
-            found = {self.ahead(self.key[n]) for n, read in self.reads.items() if read & mine and self.key[n] != key}
+            found = {
+                self.find_joint(self.key[n]) for n, read in self.reads.items() if read & mine and self.key[n] != key
+            }
             self._ahead[key] = found.pop() if len(found) == 1 else None
         return self._ahead[key]
 
 
 def find_blocks(structures: Structures, named: NamedBlocks | None = None) -> tuple[Block, ...]:
-    """The blocks of a network, in its order.
+    """Return the blocks of a network, in its order.
 
-    Layers that are added up have one width; those inside the branches that lead there belong to them: a stage of a
-    ResNet. Every other layer is a block by itself, as in a VGG. Where that leaves one block for all, as in a
-    transformer, every stream is one. ``named``, block -> layers, containers or patterns, says it otherwise.
+    Layers whose outputs are added share a width. They form a block with the layers inside the branches that lead there:
+    a stage of a ResNet. Every other layer is a block by itself, as in a VGG. If that gives a single block, as in a
+    transformer, every stream is a block. ``named``, block -> layers, containers or patterns, overrides this.
     """
     layers = [layer.name for layer in structures.layers]
     streams = None if structures.flow is None else LayerStreams(structures.flow)
@@ -66,7 +68,7 @@ def find_blocks(structures: Structures, named: NamedBlocks | None = None) -> tup
         return _named(layers, named, streams)
     if streams is None:
         return tuple(Block(name, (name,)) for name in layers)
-    found = _grouped(layers, {n: streams.ahead(k) or k for n, k in streams.key.items()})
+    found = _grouped(layers, {n: streams.find_joint(k) or k for n, k in streams.key.items()})
     found = found if len(found) > 1 else _grouped(layers, streams.key)
     return tuple(Block(_name(group, layers), tuple(group)) for group in found)
 
@@ -79,7 +81,7 @@ def _grouped(layers: list[str], key: Mapping[str, Key]) -> list[list[str]]:
 
 
 def _name(group: list[str], layers: list[str]) -> str:
-    """The container that holds most of it and nothing else; without one, its first and its last layer."""
+    """Return the container that holds most of the group and nothing else, or the first and the last layer."""
     if len(group) == 1:
         return group[0]
     held: dict[str, list[str]] = {}
@@ -92,13 +94,13 @@ def _name(group: list[str], layers: list[str]) -> str:
 
 
 def _containers(layer: str) -> list[str]:
-    """``a.b``, ``a`` of ``a.b.c``; the outermost last."""
+    """Return ``a``, ``a.b`` for ``a.b.c``; the outermost first."""
     parts = layer.split(".")
     return [".".join(parts[:n]) for n in range(1, len(parts))]
 
 
 def _named(layers: list[str], named: NamedBlocks, streams: LayerStreams | None) -> tuple[Block, ...]:
-    """As the user says; layers that no block names are blocks by themselves."""
+    """Return the blocks that the user names; every other layer is a block by itself."""
     home: dict[str, str] = {}
     for block, patterns in named.items():
         for layer in _covered(block, patterns, layers):
@@ -111,7 +113,7 @@ def _named(layers: list[str], named: NamedBlocks, streams: LayerStreams | None) 
             if home[other] != home[mine[0]]:
                 raise StructureError(
                     f"blocks separates {mine[0]!r} ({home[mine[0]]}) and {other!r} ({home[other]}), whose outputs are "
-                    "added up or meet channel by channel: they have one width. Put them into one block."
+                    "added or combined channel by channel: they share one width. Put them into one block."
                 )
     return tuple(Block(b, tuple(n for n in layers if home[n] == b)) for b in dict.fromkeys(home.values()))
 
@@ -124,7 +126,7 @@ def _covered(block: str, patterns: Iterable[str], layers: list[str]) -> list[str
         if not hit:
             known = dict.fromkeys([*layers, *(c for layer in layers for c in _containers(layer))])
             raise StructureError(
-                f"blocks[{block!r}] names {word!r}, which is no layer here.{suggest_name(word, known)}"
+                f"blocks[{block!r}] names {word!r}, which is not a layer of this network.{suggest_name(word, known)}"
             )
         found += hit
     return found

@@ -1,4 +1,4 @@
-"""Find the bottlenecks: what a part of the network loses, beside what it would lose if all structures were alike."""
+"""Find bottlenecks: compare what a part of the network loses with its loss if all structures were alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sosp.studies.bottlenecks.removals import RemovalCounts, RemovalSource, coun
 from sosp.studies.bottlenecks.significance_tests import compute_tails, correct_p_values, merge_p_values
 from sosp.surgery.widen import make_wide_layout
 
-CostOf = Callable[[Mapping[str, float]], Cost]  # layer -> factor: what the network with these widths costs
+CostOf = Callable[[Mapping[str, float]], Cost]  # layer -> factor to the cost of the network with these widths
 
 
 def bottlenecks(
@@ -29,28 +29,29 @@ def bottlenecks(
     alpha: float = 0.05,
     cost: CostOf | None = None,
 ) -> Bottlenecks:
-    """Find the layers and blocks that are too narrow or wider than needed, and the widths that would even that out.
+    """Find the layers and blocks that are too narrow or wider than needed, and recommend widths.
 
-    If all S structures were alike, removing n of them would hit a part of m structures like a blind draw:
-    hypergeometric(S, m, n). A part is "too narrow" if it loses fewer than chance allows, and "over-wide" if it loses
-    more, at half of the ratios at least, at level ``alpha`` with Holm's correction for the number of parts, and if the
-    recommended factor changes the width of its narrowest layer. Otherwise it is "as needed". The factor is the kept
-    share of the part over the kept share of all structures, the median over the ratios.
+    If all S structures were alike, a part of m structures would lose a hypergeometric(S, m, n) number of the n removed
+    ones. A part is "too narrow" if it loses significantly fewer, and "over-wide" if it loses significantly more, at
+    half of the ratios or more, at significance level ``alpha`` with Holm's correction for the number of parts. The
+    recommended factor must also change the width of its narrowest layer. Otherwise the part is "as needed". The factor
+    is the kept share of the part over the kept share of all structures, the median over the ratios.
 
     Args:
         given: A saliency, or masks of one network at one or several ratios.
         ratios: Overall shares to remove by the saliency; by default 0.1 to 0.9.
-        again: Saliencies from other examples, which measure how stable the result is.
-        structures: The structures that masks, or a saliency from a file, come from; without them a block is a layer.
-        blocks: Block -> layers or patterns; by default the stages that the network's adds make.
+        again: Saliencies from other examples, to measure how stable the result is.
+        structures: The structures of the masks, or of a saliency from a file; without them every layer is a block.
+        blocks: Block -> layers or patterns; by default the stages, which the network's additions define.
         alpha: Probability of any false verdict.
-        cost: Layer -> factor to ``Cost``, for networks whose widths must be counted differently.
+        cost: A function from layer -> factor to ``Cost``, for networks whose cost must be counted differently.
 
     Returns:
         A ``Bottlenecks`` with a verdict and a factor for every layer and block.
 
     Raises:
-        ArgumentError: If nothing is given to judge, or the ratios are no shares.
+        ArgumentError: If there is nothing to judge, or the ratios are not shares between 0 and 1.
+        StructureError: If ``blocks`` names an unknown layer, or separates layers that share a width.
     """
     if not is_number(alpha) or not 0 < alpha < 1:
         raise ArgumentError(f"alpha={alpha!r} must be a number between 0 and 1.")
@@ -95,7 +96,7 @@ def _parts(removals: RemovalCounts, blocks: Sequence[Block], alpha: float) -> tu
 
 
 def _part(block: Block, sizes: Mapping[str, int], gone: list[int], removals: RemovalCounts) -> BottleneckPart:
-    """What a block loses; ``verdict`` is which way it deviates, ``p`` not yet corrected."""
+    """Return the losses of a block; ``verdict`` is the direction of the deviation, ``p`` not yet corrected."""
     total, members = removals.total, sum(sizes[n] for n in block.layers)
     drawn = [sum(row) for row in removals.gone]
     chances = [compute_tails(total, members, n, k) for n, k in zip(drawn, gone, strict=True)]
@@ -106,18 +107,18 @@ def _part(block: Block, sizes: Mapping[str, int], gone: list[int], removals: Rem
         block.layers,
         members,
         tuple(k / members for k in gone),
-        min(1.0, 2 * min(low, high)),  # either way
+        min(1.0, 2 * min(low, high)),  # two-sided
         median(kept) if kept else 1.0,
         NARROW if low < high else WIDE,
     )
 
 
 def _with_verdict(part: BottleneckPart, p: float, alpha: float, sizes: Mapping[str, int]) -> BottleneckPart:
-    """As needed, unless chance does not explain it and it is worth a channel of the narrowest layer."""
+    """Return the part with its verdict: as needed unless significant and worth a channel of the narrowest layer."""
     narrowest = min(sizes[n] for n in part.layers)
     wanted = narrowest * part.factor
     worth = round(wanted) > narrowest if part.verdict == NARROW else round(wanted) < narrowest
-    factor = max(part.factor, 1 / narrowest)  # one channel stays
+    factor = max(part.factor, 1 / narrowest)  # keep at least one channel
     return replace(part, p=p, factor=factor, verdict=part.verdict if p < alpha and worth else FITTING)
 
 
@@ -131,7 +132,7 @@ def _add_stability(
 
 
 def _add_sizes(found: Bottlenecks, flow: Flow | None, cost: CostOf | None) -> Bottlenecks:
-    """With the size of the network as it is, and with the widths that are recommended."""
+    """Return the result with the size of the network as it is, and with the recommended widths."""
     if flow is None:
         return replace(found, note="the flow of its channels is not known.")
     before = compute_whole_cost(flow)
@@ -143,6 +144,6 @@ def _add_sizes(found: Bottlenecks, flow: Flow | None, cost: CostOf | None) -> Bo
 
 
 def count_along_flow(flow: Flow) -> CostOf:
-    """Count along the channel flow, exactly; widths that the code fixes are refused by name."""
+    """Return a function that counts exactly along the channel flow and refuses, by name, widths that the code fixes."""
     known = learn_pins(flow)
     return lambda factors: compute_cost(known, make_wide_layout(known, factors, frozenset(factors)))

@@ -1,4 +1,4 @@
-"""What a look at the widths found, layer by layer and block by block, and what it would take to even them out."""
+"""Define the result of a bottleneck search: verdicts and recommended factors for layers and blocks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ VERDICTS = (NARROW, WIDE, FITTING)
 
 @dataclass(frozen=True)
 class BottleneckPart:
-    """A layer or a block, and what it loses as the network loses more and more."""
+    """A layer or a block, and what it loses at increasing ratios."""
 
     name: str
     layers: tuple[str, ...]
     structures: int
-    removed: tuple[float, ...]  # the share it loses, at each overall ratio
-    p: float  # that chance alone does this to any of the parts, corrected for their number
-    factor: float  # what it would be widened by to lose as much as all others do
+    removed: tuple[float, ...]  # share that is removed, at each overall ratio
+    p: float  # probability that chance alone does this to any part (corrected for their number)
+    factor: float  # widening factor at which it would lose as much as the others
     verdict: str  # one of VERDICTS
-    stability: float | None = None  # share of the other subsamples that say the same
+    stability: float | None = None  # share of the other subsamples with the same verdict
 
 
 @dataclass(frozen=True)
 class NetworkSize:
-    """What a network costs."""
+    """Parameters and MACs of a network."""
 
     params: int
     macs: int
@@ -34,21 +34,21 @@ class NetworkSize:
 
 @dataclass(frozen=True)
 class Bottlenecks:
-    """Which layers and blocks of a network are too narrow, and which are wider than it needs."""
+    """Verdicts on the layers and blocks of a network: too narrow, wider than needed, or as needed."""
 
     method: str
     ratios: tuple[float, ...]  # overall shares that were removed
     layers: tuple[BottleneckPart, ...]
     blocks: tuple[BottleneckPart, ...]
     alpha: float
-    subsamples: int  # that were scored besides, for the stability
+    subsamples: int  # scored additionally, for the stability
     before: NetworkSize | None = None
-    after: NetworkSize | None = None  # with the widths that are recommended
-    note: str = ""  # why that could not be counted
+    after: NetworkSize | None = None  # with the recommended widths
+    note: str = ""  # why ``after`` could not be counted
 
     @property
     def factors(self) -> dict[str, float]:
-        """Block -> the factor that is recommended for its widths, for the blocks that are not as needed."""
+        """Return block -> recommended factor for its widths, for all blocks that are not as needed."""
         return {b.name: float(f"{b.factor:.2g}") for b in self.blocks if b.verdict != FITTING}
 
     def widths(self, factors: Mapping[str, float]) -> dict[str, float]:
@@ -62,7 +62,7 @@ class Bottlenecks:
 
     @property
     def advice(self) -> str:
-        """``widen layer3 x2, shrink layer1 x0.6``; the largest changes first."""
+        """Return the advice, largest changes first: ``widen layer3 x2, shrink layer1 x0.6``."""
         found = sorted(self.factors.items(), key=lambda item: item[1], reverse=True)
         widen = [f"widen {name} x{factor:g}" for name, factor in found if factor > 1]
         shrink = [f"shrink {name} x{factor:g}" for name, factor in reversed(found) if factor < 1]
@@ -73,7 +73,7 @@ class Bottlenecks:
 
         Args:
             count: How many blocks.
-            at: Overall ratio; the nearest of those measured is taken.
+            at: Overall ratio; the nearest measured one is used.
         """
         place = min(range(len(self.ratios)), key=lambda i: abs(self.ratios[i] - at))
         return tuple(sorted(self.blocks, key=lambda b: b.removed[place])[:count])
@@ -83,7 +83,7 @@ class Bottlenecks:
         return {**asdict(self), "factors": self.factors, "advice": self.advice}
 
     def __str__(self) -> str:
-        """A line per block, then the layers that are not as needed, then the advice."""
+        """Return a line per block, then the layers that are not as needed, then the advice."""
         odd = [part for part in self.layers if part.verdict != FITTING]
         parts = [*self.blocks, *(part for part in odd if (part.name,) not in [b.layers for b in self.blocks])]
         width = max(len(part.name) for part in parts)

@@ -1,4 +1,4 @@
-"""From saliencies and masks to counts: what every layer loses at each overall ratio."""
+"""Count the structures that every layer loses at each overall ratio, from saliencies or masks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RemovalSource = Saliency | SavedSaliency | Mask | Sequence[Mask]
 
 @dataclass(frozen=True, eq=False)
 class RemovalCounts:
-    """What L layers of S structures in all lose at R overall ratios."""
+    """Numbers of structures that L layers, with S structures in total, lose at R overall ratios."""
 
     layers: tuple[str, ...]
     sizes: tuple[int, ...]  # (L,) structures
@@ -39,7 +39,7 @@ class RemovalCounts:
 def count_removals(
     given: RemovalSource, ratios: Sequence[float] | None, structures: Structures | None
 ) -> RemovalCounts:
-    """Count; layers whose channels are structures of other layers are left out."""
+    """Count removed structures; omit layers whose channels are structures of other layers."""
     if isinstance(given, Saliency):
         _refuse_by_layer(given.method, given.scope)
         found = given.structures
@@ -50,7 +50,7 @@ def count_removals(
         _refuse_by_layer(given.method, given.scope)
         return _ranked(list(given.layers), given.index, given.rank, ratios, given.method)
     if ratios is not None:
-        raise ArgumentError("masks have ratios of their own: leave out ratios=, or give a saliency.")
+        raise ArgumentError("masks have ratios of their own: omit ratios=, or give a saliency.")
     masks = [given] if isinstance(given, Mask) else list(given)
     if not masks or not all(isinstance(m, Mask) for m in masks):
         raise ArgumentError("give a saliency (sosp.score), a mask, or a list of masks.")
@@ -60,7 +60,7 @@ def count_removals(
 def _refuse_by_layer(method: str, scope: str) -> None:
     if scope == "layer":
         raise ArgumentError(
-            f"{method!r} ranks every layer by itself, so that all lose the same share: it does not say which is too "
+            f"{method!r} ranks every layer by itself, so all lose the same share: it cannot tell which is too "
             "narrow. Score with a method that ranks all structures together, such as 'sosp-h'."
         )
 
@@ -68,13 +68,13 @@ def _refuse_by_layer(method: str, scope: str) -> None:
 def _ranked(
     names: list[str], owner: Tensor, rank: Tensor, ratios: Sequence[float] | None, method: str
 ) -> RemovalCounts:
-    """At ratio r, the first ``round(r S)`` in the order of their ranks are gone."""
+    """Return the counts if the first ``round(r S)`` structures by rank are removed at ratio r."""
     limits = [round(r * len(rank)) for r in check_ratios(RATIOS if ratios is None else ratios)]
     return _counted(names, owner, [rank < n for n in limits], method)
 
 
 def _masked(masks: list[Mask], structures: Structures | None) -> RemovalCounts:
-    """By structures where they are known, by channels otherwise."""
+    """Return the counts of structures if they are known, otherwise of channels."""
     names = [layer.name for layer in masks[0].layers]
     for mask in masks:
         if [layer.name for layer in mask.layers] != names:
@@ -100,11 +100,11 @@ def _counted(names: list[str], owner: Tensor, gone: list[Tensor], method: str = 
 
 
 def check_ratios(ratios: Sequence[float]) -> tuple[float, ...]:
-    """Shares between 0 and 1, rising, each once."""
+    """Return the ratios in ascending order; raise ArgumentError unless they are different shares between 0 and 1."""
     found = tuple(ratios)
     for ratio in found:
         if not is_number(ratio) or not 0 < ratio < 1:
             raise ArgumentError(f"ratio={ratio!r} must be a share between 0 and 1.")
     if not found or len(set(found)) < len(found):
-        raise ArgumentError(f"ratios={list(found)} must be different shares between 0 and 1, one at least.")
+        raise ArgumentError(f"ratios={list(found)} must be different shares between 0 and 1, at least one.")
     return tuple(sorted(found))

@@ -1,4 +1,4 @@
-"""How surprising a share is: hypergeometric tails, p-values over dependent tests, and over many layers."""
+"""Compute hypergeometric tails, merge p-values of dependent tests, and correct them for many layers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 
-@lru_cache(maxsize=10_000)  # layers of one width lose equal numbers
+@lru_cache(maxsize=10_000)  # layers of the same width often lose equal numbers
 def compute_tails(total: int, members: int, drawn: int, seen: int) -> tuple[float, float]:
-    """P(K <= seen) and P(K >= seen), K the members among ``drawn`` of ``total`` taken without looking.
+    """Return P(K <= seen) and P(K >= seen) for the number K of members in a random draw.
 
     ``P(K = k) = C(members, k) C(total - members, drawn - k) / C(total, drawn)``
     """
@@ -26,16 +26,16 @@ def _log_choose(n: int, k: Tensor) -> Tensor:
 
 
 def merge_p_values(p: Sequence[float]) -> float:
-    """One p-value from several of one hypothesis, whatever their dependence: the k-th smallest of R, times R / k.
+    """Merge p-values of one hypothesis under any dependence: the k-th smallest of R, times R / k.
 
-    Rüger (1978). With k = R / 2, rounded up, it is small only where half of them are.
+    Rüger (1978). With k = R / 2, rounded up, it is small only if half of them are.
     """
     k = (len(p) + 1) // 2
     return min(1.0, sorted(p)[k - 1] * len(p) / k)
 
 
 def correct_p_values(p: Sequence[float]) -> list[float]:
-    """p-values of many hypotheses, corrected so that any of the small ones is wrong with no more than that chance."""
+    """Return p-values with Holm's correction, which bounds the probability of any false rejection."""
     order = sorted(range(len(p)), key=p.__getitem__)
     found = [0.0] * len(p)
     largest = 0.0

@@ -1,4 +1,4 @@
-"""What is compared, and the cells of the table: each is kept as soon as it is measured."""
+"""Define the plan and the cells of a comparison; each cell is saved as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from sosp.scoring.score import METHODS
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """What is compared."""
+    """The methods, ratios, seeds and options of a comparison."""
 
     methods: tuple[str, ...]
     ratios: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7)
-    seeds: int = 1  # each draws other examples to score with
-    seed: int = 0  # the first of them
+    seeds: int = 1  # each draws different examples for scoring
+    seed: int = 0  # the first seed
     examples: int = 1000
-    recalibrate: int = 2000  # images for the batch norm statistics after the cut
+    recalibrate: int = 2000  # images to re-estimate batch-norm statistics after pruning
     gate: str = "features"
     groups: str = "independent"  # methods that need coupled channels get them
     exclude: Exclude = ()
-    repair: bool = False  # every network, with as many images
+    repair: bool = False  # repair every network, with ``recalibrate`` images
 
     def __post_init__(self) -> None:
         if not self.methods or not self.ratios:
-            raise ArgumentError("there is nothing to compare: name at least one method and one ratio.")
+            raise ArgumentError("there is nothing to compare: give at least one method and one ratio.")
         for method in self.methods:
             check_choice("method", method, METHODS)
         for ratio in self.ratios:
@@ -39,17 +39,17 @@ class ComparisonPlan:
                 raise ArgumentError(f"ratio={ratio!r} must be a share between 0 and 1.")
         for name in ("methods", "ratios"):
             if len(set(getattr(self, name))) < len(getattr(self, name)):
-                raise ArgumentError(f"{name} names something twice: {', '.join(map(str, getattr(self, name)))}.")
+                raise ArgumentError(f"{name} contains a value twice: {', '.join(map(str, getattr(self, name)))}.")
         check_whole_number("seeds", self.seeds)
         check_whole_number("seed", self.seed, least=0)
 
     @property
     def draws(self) -> range:
-        """The seeds."""
+        """Return the seeds."""
         return range(self.seed, self.seed + self.seeds)
 
     def groups_for(self, method: str) -> str:
-        """Every channel by itself, or by stream where a method needs that."""
+        """Return the groups of a method: those of the plan, or "coupled" if the method needs it."""
         return "coupled" if "coupled" in METHODS[method].needs else self.groups
 
 
@@ -62,28 +62,28 @@ class ComparisonCell:
     seed: int
     structures: int = 0
     removed: int = 0
-    params: int = 0  # exact
+    params: int = 0  # exact count
     macs: int = 0
-    params_alternative: int = 0  # as App. D counts
+    params_alternative: int = 0  # counted as in App. D
     macs_alternative: int = 0
-    masked: float | None = None  # nothing but the cut
-    recalibrated: float | None = None  # batch norm statistics anew
-    repaired: float | None = None  # every layer refitted, where that was asked for
+    masked: float | None = None  # accuracy after pruning alone
+    recalibrated: float | None = None  # batch-norm statistics re-estimated
+    repaired: float | None = None  # every layer refitted, if the plan asks for it
     tuned: float | None = None  # after fine-tuning
-    best: float | None = None  # the best of its epochs
-    seconds: float = 0.0  # to score, once for all ratios
-    refusal: str = ""  # why there are no figures
+    best: float | None = None  # best epoch of the fine-tuning
+    seconds: float = 0.0  # of scoring, once for all ratios
+    refusal: str = ""  # why there are no results
 
     @property
     def key(self) -> tuple[str, float, int]:
         return self.method, self.ratio, self.seed
 
 
-OPTIONAL_FIELDS = frozenset({"repaired"})  # older files do without
+OPTIONAL_FIELDS = frozenset({"repaired"})  # missing in older files
 
 
 class ComparisonStore:
-    """The cells that are done; where a folder is given, in a file of JSON lines, without one that was cut short."""
+    """Finished cells; with a folder, in a file of JSON lines, of which an incomplete last line is ignored."""
 
     def __init__(self, folder: Path | None) -> None:
         self.path = None if folder is None else folder / "cells.jsonl"
@@ -107,6 +107,6 @@ def _read(path: Path) -> Iterator[ComparisonCell]:
         try:
             found = json.loads(line)
         except ValueError:
-            continue  # the last one, of a process that was killed
+            continue  # the last line of a process that was killed
         if isinstance(found, dict) and names - OPTIONAL_FIELDS <= found.keys() <= names:
             yield ComparisonCell(**found)

@@ -1,4 +1,4 @@
-"""Every method on the same work: one scoring pass each, then a cell for every ratio, before and after fine-tuning."""
+"""Compare methods on one network: one scoring pass each, then a cell per ratio, before and after fine-tuning."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def compare(
     speed: Speed | None = None,
     on_cell: OnCell | None = None,
 ) -> tuple[ComparisonCell, ...]:
-    """Prune one network by many methods at many ratios, and measure what remains.
+    """Prune one network by many methods at many ratios, and measure the pruned networks.
 
     Args:
         model: The network. It is not changed.
         data: A dataset of ``sosp.data``.
         plan: Methods, ratios, seeds and options, a ``sosp.studies.ComparisonPlan``.
-        schedule: How every pruned network is fine-tuned; None does not fine-tune.
-        folder: Where finished cells are kept; they are not measured again.
-        device: Where to compute; by default where the network is.
-        speed: How to fine-tune fast, see ``sosp.train``.
-        on_cell: Called with every new cell.
+        schedule: The schedule to fine-tune every pruned network; None does not fine-tune.
+        folder: A folder for finished cells, which are not measured again.
+        device: The device to compute on; by default the network's.
+        speed: Options for faster fine-tuning, see ``sosp.train``.
+        on_cell: A callback for every new cell.
 
     Returns:
-        A ``Cell`` for every method, ratio and seed: accuracy after the cut, with re-estimated batch-norm statistics,
-        repaired if the plan asks for it, and fine-tuned; parameters, MACs, seconds to score.
+        A ``ComparisonCell`` for every method, ratio and seed: accuracy after pruning, with re-estimated batch-norm
+        statistics, repaired if the plan asks for it, and fine-tuned; parameters, MACs, seconds of scoring.
 
     Raises:
-        ArgumentError: If an argument has a wrong value.
+        ArgumentError: If an argument has an invalid value.
         StructureError: If the network lacks what a method needs.
     """
     work = prepare_task(model, data, plan, device)
@@ -62,7 +62,7 @@ def compare(
     if place is not None:
         place.mkdir(parents=True, exist_ok=True)
     cells = ComparisonStore(place)
-    distributed.wait_for_ranks()  # all have read what is there before one of them writes
+    distributed.wait_for_ranks()  # all ranks have read the file before one of them writes
     for seed in plan.draws:
         for method in plan.methods:
             cuts = make_pruner(work, method, seed)
@@ -74,13 +74,13 @@ def compare(
 
 
 def _cut(work: PruningTask, cuts: RatioPruner, cells: ComparisonStore, on_cell: OnCell | None) -> None:
-    """The cells of a method and a seed that are not there yet, before any training."""
+    """Measure the missing cells of a method and a seed, before any training."""
     for ratio in work.plan.ratios:
         known = cells.known.get((cuts.method, ratio, cuts.seed))
         if known is None:
             cell = _measured(work, cuts, ratio)
         elif work.plan.repair and known.repaired is None and _repairable(known):
-            cell = replace(known, repaired=_repaired(work, cuts.at(ratio).model, cuts.seed))
+            cell = replace(known, repaired=_repaired(work, cuts.prune_to(ratio).model, cuts.seed))
         else:
             continue
         cells.keep(cell)
@@ -91,7 +91,7 @@ def _cut(work: PruningTask, cuts: RatioPruner, cells: ComparisonStore, on_cell: 
 def _measured(work: PruningTask, cuts: RatioPruner, ratio: float) -> ComparisonCell:
     blank = ComparisonCell(cuts.method, ratio, cuts.seed)
     try:
-        cut = cuts.at(ratio)
+        cut = cuts.prune_to(ratio)
     except DisconnectedError as error:
         return replace(blank, refusal=str(error))
     again = recalibrate(cut.quick, work.data.train, examples=work.plan.recalibrate, seed=cuts.seed)
@@ -115,7 +115,7 @@ def _accuracy(work: PruningTask, model: nn.Module) -> float:
 
 
 def _repairable(cell: ComparisonCell) -> bool:
-    """Its layers are those of the original, with fewer channels."""
+    """Return True if the pruned network has the layers of the original, with fewer channels."""
     return not cell.refusal and "rotation" not in METHODS[cell.method].needs
 
 
@@ -133,14 +133,14 @@ def _tune(
     folder: Path | None,
     speed: Speed | None,
 ) -> None:
-    """Fine-tune what is not yet, all ratios of a method side by side."""
+    """Fine-tune the cells of a method that are not fine-tuned yet, all ratios side by side."""
     keys = [(cuts.method, ratio, cuts.seed) for ratio in work.plan.ratios]
     left = [cells.known[k] for k in keys if not cells.known[k].refusal]
     if all(cell.tuned is not None for cell in left):
         return
     for start in range(0, len(left), GROUP_SIZE):
         part = {f"{c.method}-{c.ratio:g}": c for c in left[start : start + GROUP_SIZE]}
-        small = {name: cuts.at(c.ratio).model for name, c in part.items()}
+        small = {name: cuts.prune_to(c.ratio).model for name, c in part.items()}
         place = None if folder is None else folder / "checkpoints" / f"{cuts.method}-{cuts.seed}-{start}"
         trained = train(small, work.data, schedule, seed=cuts.seed, folder=place, device=work.device, speed=speed)
         for name, cell in part.items():

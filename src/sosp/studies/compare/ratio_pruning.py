@@ -1,4 +1,4 @@
-"""From a method and a ratio to a smaller network: by a mask, or, for EigenDamage, in another basis."""
+"""Prune a network by a method at a ratio: by a mask or, for EigenDamage, in another basis."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ from sosp.surgery.shrink import shrink
 
 @dataclass(frozen=True, eq=False)
 class RatioPruningResult:
-    """A smaller network, as it is fine-tuned and, the same, as it is quickest to run."""
+    """A pruned network, once for fine-tuning and once in the form that runs fastest."""
 
     model: nn.Module
     quick: nn.Module
-    mask: Mask | None  # None: what was removed are no structures
+    mask: Mask | None  # None if directions were removed instead of structures
     structures: int
     removed: int
     exact: Cost
-    other: Cost  # as App. D counts
-    seconds: float  # to score
+    other: Cost  # counted as in App. D
+    seconds: float  # of scoring
 
 
 class RatioPruner(Protocol):
-    """What a method removes at each ratio, with one seed."""
+    """The pruning of a network by one method with one seed."""
 
     method: str
     seed: int
 
-    def at(self, ratio: float) -> RatioPruningResult: ...
+    def prune_to(self, ratio: float) -> RatioPruningResult: ...
 
 
 def make_pruner(work: PruningTask, method: str, seed: int) -> RatioPruner:
-    """Of this method."""
+    """Return the pruner of a method."""
     return (
         EigenDamagePruner(work, method, seed) if "rotation" in METHODS[method].needs else MaskPruner(work, method, seed)
     )
 
 
 class MaskPruner:
-    """Structures go, by their saliency; it is computed when it is first asked for."""
+    """A pruner that removes structures by their saliency, which is computed on first use."""
 
     def __init__(self, work: PruningTask, method: str, seed: int) -> None:
         self.work, self.method, self.seed = work, method, seed
         self.found: tuple[Saliency, float] | None = None
 
-    def at(self, ratio: float) -> RatioPruningResult:
+    def prune_to(self, ratio: float) -> RatioPruningResult:
         if self.found is None:
             self.found = self.work.saliency(self.method, self.seed)
         saliency, seconds = self.found
         mask, flow = select(saliency, ratio=ratio), self.work.structures(self.method).flow
         assert flow is not None
-        other = compute_alternative_cost(flow, flow.removed(mask.removed, mask.places))
+        other = compute_alternative_cost(flow, flow.find_removed_outputs(mask.removed, mask.own_norms))
         plan = plan_removal(flow, mask)
         small = shrink(self.work.model, plan, self.work.example, verify=False)
         return RatioPruningResult(
@@ -71,7 +71,7 @@ class MaskPruner:
         )
 
     def _quick(self, plan: Plan, small: nn.Module) -> nn.Module:
-        """Channels last, and on a CPU without scatters (0.8 of the time)."""
+        """Return the network with channels last and, on a CPU, without scatters (0.8 of the time)."""
         work = self.work
         if work.device.type == "cpu":
             without = plan_removal(plan.flow, plan.mask, LayoutStyle("zeros"))
@@ -80,12 +80,12 @@ class MaskPruner:
 
 
 class EigenDamagePruner:
-    """Directions of every layer's Kronecker factors go, and layers become bottlenecks."""
+    """A pruner that removes directions of every layer's Kronecker factors and turns layers into bottlenecks."""
 
     def __init__(self, work: PruningTask, method: str, seed: int) -> None:
         self.work, self.method, self.seed = work, method, seed
 
-    def at(self, ratio: float) -> RatioPruningResult:
+    def prune_to(self, ratio: float) -> RatioPruningResult:
         work, examples = self.work, self.work.examples(self.seed)
         begun = work.clock()
         found = eigendamage(

@@ -1,4 +1,4 @@
-"""Cells over their seeds: mean and standard deviation."""
+"""Summarise cells over their seeds by mean and standard deviation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sosp.studies.compare.comparison_cells import ComparisonCell
 
 @dataclass(frozen=True)
 class ComparisonSummary:
-    """A method at a ratio, over its seeds: mean and standard deviation (0 for a single one) of every figure."""
+    """Mean and standard deviation (0 for a single seed) of every figure of a method at a ratio."""
 
     method: str
     ratio: float
@@ -21,11 +21,16 @@ class ComparisonSummary:
     refusal: str = ""
 
 
-STATES = ("tuned", "repaired", "recalibrated", "masked")  # of a network's accuracy, the one to go by first
+STATES = (
+    "tuned",
+    "repaired",
+    "recalibrated",
+    "masked",
+)  # of a network when its accuracy is measured, the most important first
 
 
 def list_states(means: Iterable[Mapping[str, float]]) -> list[str]:
-    """Those that are there, in that order."""
+    """Return the states that have an accuracy, in the order of ``STATES``."""
     known = {name for some in means for name in some}
     return [state for state in STATES if state in known]
 
@@ -45,7 +50,14 @@ FIGURES = (
 
 
 def summarise_cells(cells: tuple[ComparisonCell, ...]) -> list[ComparisonSummary]:
-    """In the order in which methods and ratios come."""
+    """Average cells over their seeds.
+
+    Args:
+        cells: Cells of one comparison.
+
+    Returns:
+        A summary for every method and ratio, in the order of the cells.
+    """
     groups: dict[tuple[str, float], list[ComparisonCell]] = {}
     for cell in cells:
         groups.setdefault((cell.method, cell.ratio), []).append(cell)

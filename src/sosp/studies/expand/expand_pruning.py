@@ -1,4 +1,4 @@
-"""Expand-pruning: find the bottleneck, widen it, start anew; beside it the network as it is, and one widened evenly."""
+"""Expand-pruning: find the bottleneck, widen it, start over; compare with the original and an evenly widened one."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from sosp.studies.expand.matching_width import UniformFactor, match_parameters
 from sosp.studies.expand.pruning_protocols import list_block_shares, run_protocols, score_network
 from sosp.studies.expand.widenable_networks import NetworkFunction, WidenableNetwork, check_widths, make_widenable
 
-LAYERS = 5  # that are widened where every layer is a block, as the paper does for VGG
+LAYERS = 5  # to widen if every layer is a block, as the paper does for VGG
 CHOICE = "choice.json"
 
 
 @dataclass(frozen=True)
 class WideningChoice:
-    """What is widened: the blocks that lose least, and for comparison everything by a constant."""
+    """The blocks to widen, those that lose least, and for comparison a constant factor for all layers."""
 
     blocks: tuple[str, ...]
-    removed: Mapping[str, float]  # block -> the share it loses at the plan's ``probe``
+    removed: Mapping[str, float]  # block -> share that is removed at the plan's ``probe``
     factors: Mapping[str, float]  # layer -> factor
-    constant: UniformFactor  # that matches the parameters
+    constant: UniformFactor  # gives as many parameters
 
 
 @dataclass(frozen=True)
 class Expanded:
-    """What was widened, and the points of the three courses: "vanilla", "expand" and "widen"."""
+    """The widening choice, and the points of the three protocols "vanilla", "expand" and "widen"."""
 
     choice: WideningChoice
     points: tuple[ExpansionPoint, ...]
@@ -53,17 +53,17 @@ def expand(
     trained: nn.Module | None = None,
     base: Width = 1.0,
 ) -> Expanded:
-    """Train, find the least pruned blocks, widen them, train the wider network from the start, prune it, train again.
+    """Train, find the least pruned blocks, widen them, train the wider network from scratch, prune it, train again.
 
-    This is expand-pruning (Sec. 3.3 of the paper). Two baselines are run in the same way: "vanilla", the network as it
-    is, and "widen", every layer wider by the constant that gives as many parameters as "expand". With
+    This is expand-pruning (Sec. 3.3 of the paper). Two baselines run in the same way: "vanilla", the original network,
+    and "widen", with all layers wider by the constant factor that gives as many parameters as "expand". With
     ``plan.when="init"``, blocks are found and networks pruned before any training, and then trained once (App. A.11).
 
     Args:
         network: A function of the width, ``lambda width: sosp.nets.resnet56(width=width)``, or a module, which
             ``sosp.widen`` widens and whose layers are initialised again.
         data: A dataset of ``sosp.data``.
-        plan: What is widened and how far networks are pruned, a ``sosp.studies.ExpansionPlan``.
+        plan: Blocks to widen and sizes to prune to, a ``sosp.studies.ExpansionPlan``.
         setup: Schedule, device, folder and seed, a ``sosp.studies.ExpansionSetup``.
         trained: The trained "vanilla" network; None trains it.
         base: The width at which the function makes the "vanilla" network.
@@ -72,7 +72,7 @@ def expand(
         An ``Expanded`` with the choice of blocks and the measured points.
 
     Raises:
-        ArgumentError: If an argument has a wrong value, or the network has too few blocks.
+        ArgumentError: If an argument has an invalid value, or the network has too few blocks.
         CheckpointError: If the folder holds another expansion.
     """
     plan, setup = plan or ExpansionPlan(), setup or ExpansionSetup()
@@ -95,7 +95,22 @@ def expand(
 def compare_init_pruning(
     network: nn.Module, data: Dataset, plan: ExpansionPlan | None = None, setup: ExpansionSetup | None = None
 ) -> tuple[ExpansionPoint, ...]:
-    """Prune a trained network, or one that is not: both are trained for two cycles in all (App. A.9)."""
+    """Prune a network after one training cycle and, for comparison, before any training (App. A.9).
+
+    Both are trained for two cycles in total.
+
+    Args:
+        network: The untrained network. It is not changed.
+        data: A dataset of ``sosp.data``.
+        plan: Sizes to prune to and the scoring, a ``sosp.studies.ExpansionPlan``.
+        setup: Schedule, device, folder and seed, a ``sosp.studies.ExpansionSetup``.
+
+    Returns:
+        The points of the protocols "train-pruning" and "init-pruning".
+
+    Raises:
+        CheckpointError: If the folder holds another expansion.
+    """
     courses = [
         PruningProtocol("train-pruning", "network"),
         PruningProtocol("init-pruning", "network", before=0, after=2),
@@ -106,14 +121,14 @@ def compare_init_pruning(
 def choose_widening(
     growth: WidenableNetwork, model: nn.Module, data: Dataset, plan: ExpansionPlan, setup: ExpansionSetup
 ) -> WideningChoice:
-    """What to widen, by the saliency of a network that is trained, or that is not."""
+    """Choose what to widen by the saliency of a trained or untrained network."""
     _, saliency = score_network(model, data, plan, setup, plan.method)
     seen = bottlenecks(saliency, ratios=sorted({*RATIOS, plan.probe}))
     return choose_blocks(seen, growth, plan)
 
 
 def choose_blocks(seen: Bottlenecks, growth: WidenableNetwork, plan: ExpansionPlan) -> WideningChoice:
-    """The blocks that lose least at ``plan.probe``, and the constant that costs as many parameters."""
+    """Choose the blocks that lose least at ``plan.probe``, and the constant factor with as many parameters."""
     alone = all(len(block.layers) == 1 for block in seen.blocks)
     count = plan.blocks or (min(LAYERS, len(seen.blocks)) if alone else 1)
     if count > len(seen.blocks):
@@ -135,7 +150,7 @@ def _train_vanilla(vanilla: nn.Module, data: Dataset, setup: ExpansionSetup) -> 
     return model
 
 
-# --- a choice stays what it was, also where scoring again would round otherwise -----------------------------
+# --- saved choice: scoring again might round differently -----------------------------------------------------
 
 
 def _read_choice(setup: ExpansionSetup) -> WideningChoice | None:

@@ -1,4 +1,4 @@
-"""The folder of an expansion: whose it is, and small documents that are written whole or not at all."""
+"""Claim the folder of an expansion, and read and atomically write its JSON files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAN = "plan.json"
 
 
 def claim_expansion(plan: ExpansionPlan, setup: ExpansionSetup) -> None:
-    """Make the folder this plan's, with this seed and these schedules; refuse one that is another's."""
+    """Write plan, seed and schedules into the folder; raise CheckpointError if it holds others."""
     if setup.place is None:
         return
     schedule = resolve_schedule(setup.schedule)
@@ -43,6 +43,7 @@ def _named(what: str, schedule: Any) -> dict[str, Any]:
 
 
 def read_expansion_json(path: Path) -> Any:
+    """Return the content of a JSON file; raise CheckpointError if it is damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -50,6 +51,7 @@ def read_expansion_json(path: Path) -> Any:
 
 
 def write_expansion_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file atomically, on the main process only."""
     if not distributed.is_main():
         return
     path.parent.mkdir(parents=True, exist_ok=True)

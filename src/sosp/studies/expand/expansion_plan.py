@@ -1,4 +1,4 @@
-"""What an expansion does, as data: what is pruned and how far, what is widened, and how networks are trained."""
+"""Define an expansion as data: how to prune, what to widen, and how to train."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ WHEN = ("trained", "init")
 
 @dataclass(frozen=True)
 class ExpansionPlan:
-    """How structures are scored, how many go, and what is widened."""
+    """Options for scoring structures, the sizes to prune to, and the blocks to widen."""
 
-    ratios: tuple[float, ...] = (0.3, 0.5, 0.7)  # of the structures go
-    sizes: tuple[float, ...] | None = (
-        None  # instead: parameters that may be left, shares of the first network's or more
-    )
+    ratios: tuple[float, ...] = (0.3, 0.5, 0.7)  # shares of structures to remove
+    # Instead of ratios: parameters to keep, as shares of the first network's (up to 1) or as numbers.
+    sizes: tuple[float, ...] | None = None
     method: str = "sosp-h"
     examples: int = 1000
     gate: str = "features"
     groups: str = "independent"
     exclude: tuple[str, ...] = ()
     cap: float | None = None
-    factor: float = 2.0  # for what is widened
-    blocks: int | None = None  # how many; one, or five where every layer is a block, if nothing is said
+    factor: float = 2.0  # of the blocks to widen
+    blocks: int | None = None  # how many to widen; None: one, or five if every layer is a block
     probe: float = 0.5  # the overall ratio at which blocks are compared
     when: str = "trained"  # or "init": blocks are compared, and networks pruned, before any training
 
@@ -48,17 +47,19 @@ class ExpansionPlan:
         for size in self.sizes or ():
             number = isinstance(size, (int, float)) and not isinstance(size, bool)
             if not number or not (0 < size <= 1 or size == round(size) > 1):
-                raise ArgumentError(f"size={size!r} must be a share of the parameters, up to 1, or a number of them.")
-        self.scoring(self.method)  # which refuses a method that is not known
+                raise ArgumentError(
+                    f"size={size!r} must be a share of the parameters, up to 1, or a number of parameters."
+                )
+        self.scoring(self.method)  # raises ArgumentError for an unknown method
 
     def scoring(self, method: str) -> ComparisonPlan:
-        """What a comparison is told."""
+        """Return the options of scoring as the plan of a comparison."""
         return ComparisonPlan(
             (method,), examples=self.examples, gate=self.gate, groups=self.groups, exclude=self.exclude
         )
 
     def budgets(self, params: int) -> tuple[tuple[str, float], ...]:
-        """``("ratio", 0.5)`` or ``("params", 426509)``, for a first network of so many parameters."""
+        """Return budgets, ``("ratio", 0.5)`` or ``("params", 426509)``; ``params`` is the first network's count."""
         if self.sizes is None:
             return tuple(("ratio", ratio) for ratio in self.ratios)
         return tuple(("params", round(size * params) if size <= 1 else int(size)) for size in self.sizes)
@@ -66,12 +67,12 @@ class ExpansionPlan:
 
 @dataclass(frozen=True)
 class ExpansionSetup:
-    """How networks are trained, where, and who is told."""
+    """Schedules, seed, folder, device and callbacks of an expansion."""
 
-    schedule: Schedule | str = "cifar"  # of a cycle
-    tuning: Schedule | str | None = None  # of a cycle after the cut, where it is another
+    schedule: Schedule | str = "cifar"  # of a training cycle
+    tuning: Schedule | str | None = None  # of a cycle after pruning, if different
     seed: int = 0
-    folder: str | Path | None = None  # where everything is kept, and gone on with
+    folder: str | Path | None = None  # for results and checkpoints, to resume from
     device: torch.device | str | None = None
     speed: Speed | None = None
     on_point: Callable[[ExpansionPoint], None] | None = None
@@ -80,7 +81,7 @@ class ExpansionSetup:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What every training is told."""
+        """Return the options of every training."""
         return {name: getattr(self, name) for name in ("device", "speed", "on_epoch", "on_step")}
 
     @property
@@ -90,15 +91,15 @@ class ExpansionSetup:
 
 @dataclass(frozen=True)
 class PruningProtocol:
-    """So many cycles of training, the cut, so many cycles more."""
+    """An order of steps: ``before`` cycles of training, pruning, ``after`` cycles of training."""
 
     name: str
-    network: str  # the one it begins with
+    network: str  # name of the network it begins with
     before: int = 1
     after: int = 1
-    method: str | None = None  # in place of the plan's
-    shuffled: bool = False  # as many of every layer, but other ones
+    method: str | None = None  # None: the plan's method
+    shuffled: bool = False  # remove random structures, as many per layer as the method does
 
     def __post_init__(self) -> None:
-        check_whole_number(f"before, of course {self.name!r},", self.before, least=0)
-        check_whole_number(f"after, of course {self.name!r},", self.after, least=0)
+        check_whole_number(f"before, of protocol {self.name!r},", self.before, least=0)
+        check_whole_number(f"after, of protocol {self.name!r},", self.after, least=0)

@@ -1,4 +1,4 @@
-"""The points of a figure: a pruned network each, its size and its accuracy, kept as soon as they are known."""
+"""Define the points of an expansion, one pruned network each; a point is saved as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from sosp.core import distributed
 
 @dataclass(frozen=True)
 class ExpansionPoint:
-    """One network of one course. Accuracies are shares of the test data."""
+    """One pruned network of one protocol. Accuracies are shares of the test data."""
 
-    course: str
+    course: str  # name of the protocol
     budget: str  # "ratio" or "params"
     size: float
     seed: int
-    whole_params: int = 0  # before the cut
+    whole_params: int = 0  # before pruning
     whole_macs: int = 0
-    whole: float | None = None  # accuracy then, where it was trained
+    whole: float | None = None  # accuracy before pruning, if trained
     structures: int = 0
     removed: int = 0
     params: int = 0
     macs: int = 0
-    blocks: Mapping[str, float] = field(default_factory=dict)  # block -> the share that is removed
+    blocks: Mapping[str, float] = field(default_factory=dict)  # block -> share that is removed
     layers: Mapping[str, float] = field(default_factory=dict)
-    cut: float | None = None  # accuracy after the cut, nothing trained
-    tuned: float | None = None  # at the end
-    best: float | None = None  # of the last cycle's epochs
-    refusal: str = ""  # why there are no figures
+    cut: float | None = None  # accuracy after pruning, before further training
+    tuned: float | None = None  # accuracy after all training
+    best: float | None = None  # best epoch of the last cycle
+    refusal: str = ""  # why there are no results
 
     @property
     def name(self) -> str:
-        """``expand-ratio0.5``."""
+        """Return the name: ``expand-ratio0.5``."""
         return f"{self.course}-{self.budget}{self.size:g}"
 
 
 class ExpansionStore:
-    """The points that are known; where a folder is given, in a file of JSON lines, without one that was cut short."""
+    """Measured points; with a folder, in a file of JSON lines, of which an incomplete last line is ignored."""
 
     FILE = "points.jsonl"
 
@@ -65,6 +65,6 @@ def _read(path: Path) -> Iterator[ExpansionPoint]:
         try:
             found = json.loads(line)
         except ValueError:
-            continue  # the last one, of a process that was killed
+            continue  # the last line of a process that was killed
         if isinstance(found, dict) and found.keys() == names:
             yield ExpansionPoint(**found)

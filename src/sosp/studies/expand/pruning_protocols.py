@@ -1,4 +1,4 @@
-"""Carry courses out: train, cut to every size, train again; networks side by side, resumed from their folder."""
+"""Run protocols: train, prune to every size, train again; networks train side by side and resume from a folder."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from sosp.training import Trained, evaluate
 from sosp.training.initial_statistics import recalibrate_untrained
 
 GROUP_SIZE = 8  # networks that are trained side by side
-SEED_STEP = 1000  # between the seeds of two cycles, so that the second one shuffles otherwise
+SEED_STEP = 1000  # between the seeds of two cycles, so that they shuffle differently
 
 Networks = Mapping[str, nn.Module]
 
 
 @dataclass(frozen=True, eq=False)
 class ProtocolInputs:
-    """What all steps of a set of courses share."""
+    """The inputs that all steps of a set of protocols share."""
 
-    networks: Networks  # as they are initialised
+    networks: Networks  # untrained
     data: Dataset
     plan: ExpansionPlan
     setup: ExpansionSetup
@@ -57,20 +57,33 @@ def run_protocols(
     *,
     trained: Networks | None = None,
 ) -> tuple[ExpansionPoint, ...]:
-    """A point for every course and size: courses that begin with one network share its training.
+    """Train, prune and train again by every protocol at every size; protocols share the training of a network.
 
-    ``networks``: as they are initialised. ``trained``: those that went through their first cycle already. Sizes that
-    are shares of parameters are shares of the first network's. With a folder, all that is done is kept there.
+    Args:
+        networks: Name -> untrained network. Sizes that are shares of parameters refer to the first one.
+        protocols: The protocols, a ``sosp.studies.PruningProtocol`` each.
+        data: A dataset of ``sosp.data``.
+        plan: Sizes to prune to and the scoring, a ``sosp.studies.ExpansionPlan``.
+        setup: Schedule, device, folder and seed, a ``sosp.studies.ExpansionSetup``. With a folder, results are saved
+            and a killed call resumes.
+        trained: Name -> network after its first training cycle, for networks that need not be trained.
+
+    Returns:
+        A point for every protocol and size.
+
+    Raises:
+        ArgumentError: If two protocols have the same name, or one begins with an unknown network.
+        CheckpointError: If the folder holds another expansion.
     """
     plan, setup = plan or ExpansionPlan(), setup or ExpansionSetup()
     _check(networks, courses)
     claim_expansion(plan, setup)
     scene = ProtocolInputs(networks, data, plan, setup, ExpansionStore(setup.place))
-    distributed.wait_for_ranks()  # all have read what is there before one of them writes
+    distributed.wait_for_ranks()  # all ranks have read the file before one of them writes
     budgets = plan.budgets(sum(p.numel() for p in next(iter(networks.values())).parameters()))
     blanks = {c.name: [ExpansionPoint(c.name, *budget, setup.seed) for budget in budgets] for c in courses}
     left = [c for c in courses if not all(_is_done(scene, c, blank) for blank in blanks[c.name])]
-    # Networks that were trained side by side go on side by side, so all of them are made again if one is not done.
+    # Networks that were trained side by side share checkpoints, so all are made again if one is not done.
     left = [c for c in courses if c.after in {other.after for other in left}]
     ready = _train_before_pruning(scene, left, trained or {})
     small = {c.name: _load_or_prune(scene, c, ready[c.network, c.before], blanks[c.name]) for c in left}
@@ -87,19 +100,21 @@ def _is_done(scene: ProtocolInputs, course: PruningProtocol, blank: ExpansionPoi
 def _check(networks: Networks, courses: Sequence[PruningProtocol]) -> None:
     names = [course.name for course in courses]
     if not courses or len(set(names)) < len(names):
-        raise ArgumentError(f"courses are told apart by their names, and these are {names}.")
+        raise ArgumentError(f"protocols need different names, and there must be at least one; got {names}.")
     for course in courses:
         if course.network not in networks:
-            raise ArgumentError(f"course {course.name!r} begins with {course.network!r}, which is not among networks.")
+            raise ArgumentError(
+                f"protocol {course.name!r} begins with {course.network!r}, which is not among networks."
+            )
 
 
-# --- before the cut -------------------------------------------------------------------------------------
+# --- before pruning -------------------------------------------------------------------------------------
 
 
 def _train_before_pruning(
     scene: ProtocolInputs, courses: Sequence[PruningProtocol], trained: Networks
 ) -> dict[tuple[str, int], nn.Module]:
-    """(network, cycles) -> the network after so many cycles."""
+    """Return (network, cycles) -> the network after this number of training cycles."""
     found = {(name, 0): model for name, model in scene.networks.items()}
     found |= {(name, 1): model for name, model in trained.items()}
     for cycle in range(max((c.before for c in courses), default=0)):
@@ -111,7 +126,7 @@ def _train_before_pruning(
 
 
 def train_cycle(scene: ProtocolInputs, models: Networks, cycle: int, what: str) -> dict[str, Trained]:
-    """One cycle for every network, several at a time."""
+    """Train every network for one cycle, several at a time."""
     setup = scene.setup
     found: dict[str, Trained] = {}
     for names in _chunks(list(models)):
@@ -126,13 +141,13 @@ def _chunks(names: list[str]) -> Iterable[list[str]]:
     return [names[i : i + GROUP_SIZE] for i in range(0, len(names), GROUP_SIZE)]
 
 
-# --- the cut --------------------------------------------------------------------------------------------
+# --- pruning --------------------------------------------------------------------------------------------
 
 
 def score_network(
     model: nn.Module, data: Dataset, plan: ExpansionPlan, setup: ExpansionSetup, method: str
 ) -> tuple[PruningTask, Saliency]:
-    """The network on its device, and its saliency; one that was never trained is settled first."""
+    """Return the task on its device and the saliency; an untrained network gets batch-norm statistics first."""
     model = model if setup.device is None else copy.deepcopy(model).to(setup.device)
     work = prepare_task(recalibrate_untrained(model, data.train, setup.seed), data, plan.scoring(method), setup.device)
     return work, work.saliency(method, setup.seed)[0]
@@ -141,7 +156,7 @@ def score_network(
 def _load_or_prune(
     scene: ProtocolInputs, course: PruningProtocol, model: nn.Module, blanks: Sequence[ExpansionPoint]
 ) -> dict[str, nn.Module]:
-    """Point -> the smaller network, not trained yet; one that is known is made again from its mask."""
+    """Return point -> pruned network before further training; a known point is made again from its mask."""
     points = scene.points.known
     wanted = [blank for blank in blanks if blank.name not in points]
     known = [blank for blank in blanks if blank not in wanted and not points[blank.name].refusal]
@@ -157,7 +172,7 @@ def _load_or_prune(
 def _prune_sizes(
     scene: ProtocolInputs, course: PruningProtocol, model: nn.Module, blanks: Sequence[ExpansionPoint]
 ) -> dict[str, nn.Module]:
-    """Score once, cut to every size; the figures before any more training are kept."""
+    """Score once, prune to every size, and save the results before further training."""
     fresh, method = course.before == 0, course.method or scene.plan.method
     work, saliency = score_network(model, scene.data, scene.plan, scene.setup, method)
     model = copy.deepcopy(model).to(work.device).eval()
@@ -168,7 +183,7 @@ def _prune_sizes(
         blank = replace(blank, whole_params=whole.params, whole_macs=whole.macs, whole=accuracy)
         try:
             small, mask, cost = _prune_once(scene, course, model, saliency, work, blank)
-        except (DisconnectedError, ArgumentError) as error:  # a size that cannot be had
+        except (DisconnectedError, ArgumentError) as error:  # an impossible size
             _keep(scene, replace(blank, refusal=str(error)))
             continue
         tested = None if fresh else evaluate(small, work.data.test).top1
@@ -210,22 +225,24 @@ def _fill_point(point: ExpansionPoint, mask: Mask, saliency: Saliency, cost: Cos
 
 
 def list_block_shares(seen: Bottlenecks, place: int = 0) -> dict[str, float]:
-    """Block -> the share it loses."""
+    """Return block -> share of its structures that is removed."""
     return {part.name: part.removed[place] for part in seen.blocks}
 
 
-# --- after it -------------------------------------------------------------------------------------------
+# --- after pruning --------------------------------------------------------------------------------------
 
 
 def _tune(scene: ProtocolInputs, cycles: int, small: dict[str, nn.Module]) -> None:
-    """So many cycles for networks that have none behind them yet; what they come to is kept."""
+    """Train the pruned networks for ``cycles`` cycles and save the results."""
     last: dict[str, Trained] = {}
     for cycle in range(cycles):
         last = train_cycle(scene, small, cycle + 1, f"after{cycles}")
         small = {name: one.model for name, one in last.items()}
     for name, one in last.items():
         point = scene.points.known[name]
-        tested = [e.test.top1 for e in one.history if e.test is not None] or [point.cut or 0.0]  # of no epochs
+        tested = [e.test.top1 for e in one.history if e.test is not None] or [
+            point.cut or 0.0
+        ]  # a schedule of 0 epochs
         _save(scene, point, one.model, None)
         _keep(scene, replace(point, tuned=tested[-1], best=max(tested)))
 
@@ -236,7 +253,7 @@ def _file(scene: ProtocolInputs, point: ExpansionPoint) -> Path:
 
 
 def _save(scene: ProtocolInputs, point: ExpansionPoint, model: nn.Module, mask: Mask | None) -> None:
-    """The network with its mask, which stays the one it was cut by."""
+    """Save the network with the mask that it was pruned by."""
     if scene.setup.place is None or not distributed.is_main():
         return
     file = _file(scene, point)

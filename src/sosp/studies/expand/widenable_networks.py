@@ -1,4 +1,4 @@
-"""Wider networks with fresh weights, made by a function of their width or widened whatever they are; their cost."""
+"""Make wider networks with fresh weights, from a function of the width or any module, and count their cost."""
 
 from __future__ import annotations
 
@@ -25,49 +25,51 @@ NetworkFunction = Callable[[Width], nn.Module]
 
 
 class WidenableNetwork(Protocol):
-    """A network that can be made again, with other widths."""
+    """A network that can be made again with other widths."""
 
-    layers: tuple[str, ...]  # all whose width is not the number of outputs
+    layers: tuple[str, ...]  # all layers except those that give the output
 
     def make(self, factors: Factors, seed: int) -> nn.Module:
-        """The network with these widths and fresh weights, which depend on the seed alone."""
+        """Return the network with these widths and fresh weights, which depend on the seed alone."""
         ...
 
     def cost(self, factors: Factors) -> Cost:
-        """What it costs, exactly; nothing is computed, and factors may also be below 1."""
+        """Return the exact cost without running the network; factors may also be below 1."""
         ...
 
     def params(self, factors: Factors) -> int:
-        """Its parameters alone, which is quicker."""
+        """Return the number of parameters, which is faster than ``cost``."""
         ...
 
 
 def make_widenable(network: nn.Module | NetworkFunction, example: Any, base: Width = 1.0) -> WidenableNetwork:
-    """How to make ``network`` wider: a function of ``width=``, as those of ``sosp.nets`` are, or any module.
+    """Make ``network`` widenable: a function of ``width=``, such as those of ``sosp.nets``, or any module.
 
-    ``base``: the width of the network as it is, where the function makes another one of width 1.
+    ``base``: the width at which the function makes the original network.
     """
     example = move_to_device(example, torch.device("cpu"))
     if isinstance(network, nn.Module):
         return WidenableModule(copy.deepcopy(network).cpu(), example)
     if not callable(network):
-        raise ArgumentError(f"{network!r:.80} is neither a torch.nn.Module nor a function that makes one of its width.")
+        raise ArgumentError(
+            f"{network!r:.80} is neither a torch.nn.Module nor a function of the width that returns one."
+        )
     return WidenableFunction(network, example, base)
 
 
 def check_widths(growth: WidenableNetwork, factor: float) -> None:
-    """Refuse a network of which a width is fixed by name, with what fixes it, before hours are spent on training."""
+    """Raise StructureError, before hours of training, if a width is fixed; name the layer and the reason."""
     growth.params(dict.fromkeys(growth.layers, factor))
 
 
 def list_layer_widths(model: nn.Module, example: Any) -> dict[str, int]:
-    """Layer -> its channels, for every layer but those that give the output."""
+    """Return layer -> number of channels, for every layer except those that give the output."""
     seen = wiring(model, example, lambda m: find_layer_type(m) is not None)
     return {n: find_width(model, n, "filters") or 0 for n in seen.order if n not in seen.output_layers}
 
 
 class WidenableFunction:
-    """Through ``width=``."""
+    """A network that a function of ``width=`` makes."""
 
     def __init__(self, function: NetworkFunction, example: Any, base: Width = 1.0) -> None:
         self.function, self.example, self.base = function, example, base
@@ -90,20 +92,23 @@ class WidenableFunction:
         return sum(p.numel() for p in self._empty(self._width(factors)).parameters())
 
     def _width(self, factors: Factors) -> Width:
-        """What the function is told; beside a width of its own, that of every layer."""
+        """Return the argument of the function: for a base width other than 1, the width of every layer."""
         if not factors or self.base == 1.0:
             return dict(factors) or self.base
         return {n: round(w * factors.get(n, 1.0)) / self.plain[n] for n, w in self.widths.items()}
 
     def _empty(self, width: Width) -> nn.Module:
-        """Shapes without numbers."""
+        """Return the network on the meta device: shapes without values."""
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             return self.function(width)
 
 
 class WidenableModule:
-    """Through ``sosp.widen``, and every layer drawn anew; what the constructor of the user's network did to them is
-    not known. Parameters that belong to no layer of torch's keep the values they were given."""
+    """A module that ``sosp.widen`` widens and whose layers are initialised again.
+
+    Custom initialisation by the module's constructor is not repeated. Parameters outside torch's layers keep their
+    values.
+    """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         self.model, self.example = model, example
@@ -127,7 +132,7 @@ class WidenableModule:
         return self.cost(factors).params
 
     def _layout(self, factors: Factors) -> Layout:
-        """Widths that are fixed are refused by name; those that go in groups are rounded to whole groups."""
+        """Return the wider layout; refuse fixed widths by name, and round the widths of groups to whole groups."""
         return make_wide_layout(self.flow, factors, frozenset(factors))
 
     def _wide(self, factors: Factors) -> nn.Module:
@@ -140,7 +145,7 @@ def check_factors(factors: Factors) -> None:
 
 
 def check_factor(factor: object, what: str = "factor") -> float:
-    """Refuse what does not widen."""
+    """Return the factor as a float; raise ArgumentError unless it is a number from 1 to 64."""
     if not is_number(factor) or not 1 <= factor <= 64:
         raise ArgumentError(f"{what} is {factor!r}; to widen a network it must be a number from 1 to 64.")
     return float(factor)

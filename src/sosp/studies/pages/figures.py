@@ -104,10 +104,9 @@ def _title(experiment: Experiment, what: str, suffix: str) -> str:
 
 def _curves(experiment: Experiment, place: str, rows: list[ResultRow], suffix: str) -> Figure:
     published = [p for p in experiment.published if f"{p.network}-{p.data}" == place]
-    panels = tuple(
-        _accuracies(up, axis, experiment.beside, some, published) for up, some in _by_gate(rows) for axis in AXES
-    )
-    title = _title(experiment, f"{place}, {WORDS[experiment.beside]}", suffix)
+    metric = experiment.compared_metric
+    panels = tuple(_accuracies(up, axis, metric, some, published) for up, some in _by_gate(rows) for axis in AXES)
+    title = _title(experiment, f"{place}, {WORDS[metric]}", suffix)
     return Figure(f"{experiment.name}-{place}{suffix}", title, panels)
 
 

@@ -124,7 +124,7 @@ def _summarise_claims(experiments: Sequence[Experiment], results: Path) -> list[
         for lines, chosen in ((good, lambda f: f.verdict == GOOD), (against, is_refuted)):
             part = [finding for finding in said if chosen(finding)]
             lines += [f"### {link}", "", *format_claims(part)] if part else []
-        if count := len(list(find_deviations(found, experiment.beside))):
+        if count := len(list(find_deviations(found, experiment.compared_metric))):
             apart.append(f"- {link}: {count}")
     if not decided:
         against = ["Nothing is measured with enough seeds yet, so that no claim is decided.", ""]

@@ -41,7 +41,7 @@ def make_page(experiment: Experiment, results: Path) -> tuple[str, list[Figure]]
     lines += [
         "## Ours and the paper's",
         "",
-        *make_tables(found, experiment.published, experiment.beside),
+        *make_tables(found, experiment.published, experiment.compared_metric),
         *_shown(drawn),
     ]
     lines += _verdicts(experiment, found)
@@ -50,7 +50,8 @@ def make_page(experiment: Experiment, results: Path) -> tuple[str, list[Figure]]
         more = make_figures(variant, some, f"-e{epochs}")
         what = "fine-tuning" if _given(some) else "training"
         lines += [f"## In {epochs} epochs", "", f"Every {what} has {epochs} epochs (`--epochs {epochs}`).", ""]
-        lines += [*_origin(variant, some), "", *make_tables(some, (), variant.beside, legend=False), *_shown(more)]
+        tables = make_tables(some, (), variant.compared_metric, legend=False)
+        lines += [*_origin(variant, some), "", *tables, *_shown(more)]
         lines += _verdicts(variant, some, ruled=RULE in lines)
         drawn += more
     lines += [*_remarks(experiment, results), *_missing(experiment, found)]
@@ -106,7 +107,7 @@ def _verdicts(experiment: Experiment, found: Sequence[ResultRow], *, ruled: bool
         part = [finding for finding in said if chosen(finding)]
         lines += [f"### {title}", "", *format_claims(part)] if part else []
     lines += [RULE, ""] if said and not ruled else []
-    if apart := list(find_deviations(found, experiment.beside)):
+    if apart := list(find_deviations(found, experiment.compared_metric)):
         lines += ["### Accuracies that differ from the paper's", ""]
         lines += [f"By {FAR}:", "", *_bullets(apart)]
     return lines + _starts(found)

@@ -83,7 +83,7 @@ def judge_claims(experiment: Experiment, rows: Sequence[ResultRow]) -> Iterator[
             found = [_compare_with_baseline(claim, row) for row in rows if _is_about(claim, row)]
         else:
             pairs = [(row, other) for row, other in product(rows, rows) if _is_pair(claim, row, other)]
-            found = [_compare_rows(claim, *pair, experiment.beside) for pair in pairs]
+            found = [_compare_rows(claim, *pair, experiment.compared_metric) for pair in pairs]
         yield from (finding for finding in found if finding is not None)
 
 

@@ -24,7 +24,7 @@ def before_tuning() -> Experiment:
         tuple(cell for seed in SEEDS for gate in METHODS for cell in _cells(gate, seed)),
         tuple(replace(row, accuracy=None, std=None) for row in make_averaged_rows("cifar10")),
         tuple(Claim(BEFORE, 850, method, "first-order", by=by) for by in MEASURED for method in SECOND),
-        beside="zeroed",
+        compared_metric="zeroed",
         notes=(
             "Looks for the reason where accuracies before fine-tuning differ from the paper's: the place of the gate, "
             "the number of examples, or what is done with batch norms.",

@@ -129,7 +129,7 @@ def global_medium() -> Experiment:
 def _experiment(name: str, title: str, where: str, table: Table, claims: tuple[Claim, ...]) -> Experiment:
     published = tuple(row for k, data in enumerate(DATA) for row in _published(table, data, k))
     cells = [cell for data in DATA for seed in SEEDS for cell in _cells(published, data, seed)]
-    return Experiment(name, title, where, tuple(cells), published, claims, beside="best", notes=NOTES)
+    return Experiment(name, title, where, tuple(cells), published, claims, compared_metric="best", notes=NOTES)
 
 
 def _published(table: Table, data: str, k: int) -> tuple[PublishedRow, ...]:

@@ -65,7 +65,7 @@ def imagenet() -> Experiment:
         "Tab. 2, App. A.5, App. A.7",
         tuple(_cell(row, seed) for seed in SEEDS for row in published if row.method.startswith("sosp")),
         published,
-        together=1,
+        group_size=1,
         notes=("The ratios of ResNets are not printed: cells are asked for the paper's number of parameters.",),
     )
 

@@ -27,7 +27,7 @@ SECOND = {
 
 
 def build_section(facts: RunFacts) -> ReportSection | None:
-    course, pruned = facts.course, facts.results.get("prune")
+    course, pruned = facts.loss_curve, facts.results.get("prune")
     if course is None or pruned is None or len(course.points) < 2:
         return None
     method = str(pruned["method"])

@@ -18,7 +18,7 @@ DECADES = 4  # of the colours at most, down from the largest
 
 
 def build_section(facts: RunFacts) -> ReportSection | None:
-    found = None if facts.saliency is None else facts.saliency.owners()
+    found = None if facts.saliency is None else facts.saliency.without_empty_layers()
     if found is None or found.pairs_by_layer is None or len(found.layers) < 2:
         return None
     Q = found.pairs_by_layer.numpy()

@@ -18,7 +18,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 def build_section(facts: RunFacts) -> ReportSection | None:
     if facts.saliency is None or not len(facts.saliency.index):
         return None
-    found = facts.saliency.owners()
+    found = facts.saliency.without_empty_layers()
     cut = threshold(found)
     words = [
         f"The saliency of a structure is what {found.method} expects its removal to cost, here of each one by itself. "
