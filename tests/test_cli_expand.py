@@ -30,7 +30,7 @@ def make():
 
 PADDED = """
 import sosp
-from sosp.nets.cifar_resnets import CifarResNet, ResNetShape
+from sosp.nets.cifar import CifarResNet, ResNetShape
 def make():
     return CifarResNet(ResNetShape(1, base=4, inputs=1), classes=10, width=1.0, skip="A")
 """

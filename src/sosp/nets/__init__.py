@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import nn
 
 from sosp.errors import check_choice
-from sosp.nets.cifar_resnets import (
+from sosp.nets.cifar import (
     digits_resnet,
     plainnet20,
     resnet20,
