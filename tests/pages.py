@@ -28,7 +28,7 @@ import torch
 
 import sosp
 from commands import call
-from sosp.core.layer_types import LAYERS
+from sosp.core.layers import LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = ("python", "sh")  # languages

@@ -29,7 +29,7 @@ from checkpoints import (
     state,
 )
 from sosp.core import safetensors_files as file
-from sosp.core.scatter import Scatter, ZeroLayer
+from sosp.core.layers import Scatter, ZeroLayer
 from sosp.errors import CheckpointError
 from sosp.graph.recipe import Recipe, ScatterIndex, apply_recipe
 from sosp.graph.records import Layer

@@ -15,7 +15,7 @@ import sosp
 from shrinking import case
 from shrinking.compare import all_apart, apart, loss_of, mask_of, outputs, some_channels
 from shrinking.recipe import randomise
-from sosp.core.scatter import Scatter
+from sosp.core.layers import Scatter
 
 # Residual adds, concatenations, depthwise filters with squeeze-and-excitation, tokens, attention, zeros put back.
 NAMES = ["resnet", "densenet", "mobilenet-v3", "vision-transformer", "attention-sdpa", "flatten-constant"]

@@ -15,8 +15,7 @@ from oracles import counts
 from shrinking import case as case_to_shrink
 from shrinking.compare import mask_of, some_channels
 from sosp.errors import ArgumentError, StructureError
-from sosp.graph.cost import compute_whole_cost
-from sosp.graph.plan import plan_removal
+from sosp.graph.plan import compute_whole_cost, plan_removal
 
 EVERY = pytest.mark.parametrize("name", names())
 

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sosp.scoring.jets import Gate, Jet, UnsupportedError, apply_gate
-from sosp.scoring.jets.channel_sums import sum_per_channel
-from sosp.scoring.jets.convolution import FrozenConv, join_adjacent, plan_convolution
-from sosp.scoring.jets.forward_mode_check import check_forward_rule
+from sosp.scoring.jets.fused_ops import FrozenConv, join_adjacent, plan_convolution, sum_per_channel
+from sosp.scoring.jets.jet import check_forward_rule
 
 EXACT = 1e-12
 Op = Callable[[Tensor], Tensor]

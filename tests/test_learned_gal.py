@@ -14,7 +14,7 @@ from learned_digits import SCHEDULE, accuracy, by_chance, digits, known
 from sosp.baselines.fista import Fista, take_proximal_step
 from sosp.baselines.fold_gates import fold_factors
 from sosp.baselines.gal_training import WIDTHS, AdversarialMask
-from sosp.core.gates import align_values, apply_gates
+from sosp.core.layers import align_values, apply_gates
 from sosp.errors import ArgumentError, StructureError
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -94,7 +94,7 @@ import pickle, sosp
 from sosp import prune, learned, experiments, errors
 assert sosp.prune is prune and callable(prune) and callable(sosp.compare) and callable(sosp.repair)
 assert pickle.loads(pickle.dumps(sosp.train)) is sosp.train and pickle.loads(pickle.dumps(sosp.Schedule())).epochs
-assert learned is sosp.baselines and experiments is sosp.studies.paper and sosp.graph.cost and sosp.training.Companion
+assert learned is sosp.baselines and experiments is sosp.studies.paper and sosp.graph.plan and sosp.training.Companion
 assert [name for name in sosp.__all__ if name not in dir(sosp)] == []
 assert not hasattr(sosp, "prnue") and not hasattr(sosp, "__wrapped__")
 """
@@ -201,7 +201,7 @@ def test_what_readers_are_shown_uses_the_doors() -> None:
 
 def test_deep_imports_are_found() -> None:
     assert too_deep("from sosp.scoring.method import Method") == ["sosp.scoring", "sosp.scoring.method"]
-    assert too_deep("import sosp.graph.cost") == ["sosp.graph", "sosp.graph.cost"]
+    assert too_deep("import sosp.graph.plan") == ["sosp.graph", "sosp.graph.plan"]
     assert too_deep("import sosp\nfrom sosp.extend import Method\nsosp.data.load('x')\nsosp.errors.SospError") == []
 
 

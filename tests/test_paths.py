@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import sosp
 from sosp.errors import StructureError, SurgeryError
-from sosp.graph.control_flow import PathWarning, format_names
-from sosp.surgery import shrink, verify
+from sosp.graph.forward_code import PathWarning, format_names
+from sosp.surgery import shrink
 
-PATHS = pytest.mark.filterwarnings("ignore::sosp.graph.control_flow.PathWarning")
+PATHS = pytest.mark.filterwarnings("ignore::sosp.graph.forward_code.PathWarning")
 
 
 def made(build: Callable[[], nn.Module]) -> nn.Module:
@@ -262,13 +262,13 @@ def test_more_rows_are_compared_where_values_decide(
     rows: int, compared: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    check = verify._check_rows
+    check = shrink._check_rows
 
     def counted(small: nn.Module, masked: nn.Module, inputs: Tensor, modes: tuple[str, ...]) -> None:
         seen.append(len(inputs))
         check(small, masked, inputs, modes)
 
-    monkeypatch.setattr(verify, "_check_rows", counted)
+    monkeypatch.setattr(shrink, "_check_rows", counted)
     for cls, wanted in ((Branch, compared), (Leftover, compared[:1])):
         model, x = made(cls), noise(rows, 2)
         sosp.shrink(model, sosp.Mask.from_removed(model, {"a": [0]}, x), x)

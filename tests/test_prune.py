@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sosp
 from cases import case
-from sosp.core.scatter import Scatter
+from sosp.core.layers import Scatter
 from sosp.errors import ArgumentError, DataError, DisconnectedError, LossError, StructureError
 from test_preserve import check_unchanged
 

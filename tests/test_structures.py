@@ -14,7 +14,7 @@ import sosp
 from cases import Case, case, names
 from oracles import counts, dense
 from oracles.theta import thetas, width
-from sosp.core.layer_types import LAYERS, find_layer_type
+from sosp.core.layers import LAYERS, find_layer_type
 from sosp.errors import StructureError
 
 PARALLEL = {"residual", "preact", "concat", "attention", "layernorm"}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import sosp
 from cases import case, names
 from sosp.errors import StructureError
-from sosp.graph import op_probe
+from sosp.graph import ops
 from test_preserve import check_unchanged
 
 Streams = list[tuple[int, list[str], list[str], int]]  # width, producers, consumers, pinned
@@ -277,7 +277,7 @@ def reason(flow: sosp.Flow, layer: str = "conv1") -> tuple[str, str, str]:
     return pin.op, pin.where, pin.why
 
 
-PATHS = pytest.mark.filterwarnings("ignore::sosp.graph.control_flow.PathWarning")
+PATHS = pytest.mark.filterwarnings("ignore::sosp.graph.forward_code.PathWarning")
 
 
 @PATHS
@@ -331,14 +331,14 @@ def test_a_model_that_ends_in_compiled_code() -> None:
 
 def test_memory_that_nobody_wrote_to_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch finds the shape of compiled code with ``empty_like``: whatever is in that memory, it is not followed."""
-    run = op_probe.OpCall.run
+    run = ops.OpCall.run
 
-    def zeros(call: op_probe.OpCall, leaves: Any) -> list[Tensor]:
+    def zeros(call: ops.OpCall, leaves: Any) -> list[Tensor]:
         found = run(call, leaves)
         return [torch.zeros_like(y) for y in found] if call.name in ("empty_like", "new_empty") else found
 
-    monkeypatch.setattr(op_probe, "CACHE", {})
-    monkeypatch.setattr(op_probe.OpCall, "run", zeros)
+    monkeypatch.setattr(ops, "CACHE", {})
+    monkeypatch.setattr(ops.OpCall, "run", zeros)
     model, x = made(lambda: Scripted("softmax")), picture()
     assert sosp.trace(model, x).streams[0].pinned == 4
     mask = sosp.Mask.from_removed(model, {"conv1": [1]}, x)
@@ -643,15 +643,15 @@ def test_recurrent_ops_are_not_tried_out(
             return self.head(self.inner(self.words(x))[0][:, -1])
 
     tried: list[str] = []
-    run = op_probe.OpCall.run
+    run = ops.OpCall.run
 
-    def noted(self: op_probe.OpCall, leaves: Any) -> list[Tensor]:
+    def noted(self: ops.OpCall, leaves: Any) -> list[Tensor]:
         tried.append(self.name)
         if self.name in ("lstm", "gru"):
             raise ValueError("not on other widths")
         return run(self, leaves)
 
-    monkeypatch.setattr(op_probe.OpCall, "run", noted)
+    monkeypatch.setattr(ops.OpCall, "run", noted)
     flow = sosp.trace(made(Sentence), torch.randn(3, steps, 4))
     assert not {"lstm", "gru"} & set(tried)
     (pin,) = (p for p in flow.pinned if p.op in ("lstm", "gru"))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import sosp
-from sosp.core.scatter import Scatter
+from sosp.core.layers import Scatter
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,10 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time a name is import
     from sosp import baselines as learned
     from sosp import data, errors, extend, nets
     from sosp.baselines.eigendamage import Eigendamaged, eigendamage
-    from sosp.graph.cost import Cost
     from sosp.graph.flow import Flow, trace
     from sosp.graph.latency import Latency, latency
     from sosp.graph.mask import Mask, masked
-    from sosp.graph.plan import count
+    from sosp.graph.plan import Cost, count
     from sosp.graph.records import Layer, Saliency, Structures
     from sosp.graph.structures import downsampling, find_structures
     from sosp.pipeline import Pruned, prune, train
@@ -55,8 +54,7 @@ else:
             "sosp.baselines.eigendamage": "eigendamage Eigendamaged",
             "sosp.surgery.shrink": "shrink",
             "sosp.surgery.widen": "widen",
-            "sosp.graph.plan": "count",
-            "sosp.graph.cost": "Cost",
+            "sosp.graph.plan": "count Cost",
             "sosp.graph.latency": "latency Latency",
             "sosp.refit": "repair Repaired",
             "sosp.studies.compare.method_comparison": "compare",

@@ -6,14 +6,13 @@ sosp.extend.RULES[my_op] = rule        # (op, args, kwargs) -> the result for va
 """
 
 from sosp.core.batches import Chunk
-from sosp.core.layer_types import LAYERS, LayerType
+from sosp.core.layers import LAYERS, LayerType
 from sosp.scoring.criteria.filters import averaged, filters_of, summed
 from sosp.scoring.derivatives import full_hessian, gradient, hessian_vector
 from sosp.scoring.example_gradients import feature_means, gradient_products, minibatch_gradients, squared_gradients
 from sosp.scoring.gauss_newton import gauss_newton
 from sosp.scoring.jets import RULES, Jet
-from sosp.scoring.method import Method, Values
-from sosp.scoring.method_options import Options
+from sosp.scoring.method import Method, Options, Values
 from sosp.scoring.passes import Problem, Terms
 from sosp.scoring.score import METHODS
 

@@ -15,11 +15,10 @@ from sosp.core.batches import open_data_once
 from sosp.core.borrowed_model import check_network, find_device
 from sosp.core.losses import LossLike
 from sosp.errors import ArgumentError, check_whole_number
-from sosp.graph.cost import Cost, compute_whole_cost
 from sosp.graph.flow import follow_channels
 from sosp.graph.layout import LayoutStyle
 from sosp.graph.mask import Mask
-from sosp.graph.plan import Plan, plan_removal
+from sosp.graph.plan import Cost, Plan, compute_whole_cost, plan_removal
 from sosp.graph.records import Saliency
 from sosp.graph.structures import Exclude, find_excluded_names, find_structures
 from sosp.refit import RemovalHistory, Repaired

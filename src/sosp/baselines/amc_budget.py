@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sosp.baselines.arguments import check_number
 from sosp.errors import ArgumentError
-from sosp.graph.cost import compute_cost, compute_whole_cost
 from sosp.graph.flow import Flow, learn_pins
+from sosp.graph.plan import compute_cost, compute_whole_cost
 from sosp.graph.records import Structures
 
 

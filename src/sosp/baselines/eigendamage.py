@@ -28,8 +28,7 @@ from sosp.core.borrowed_model import borrow_model
 from sosp.core.losses import LossLike
 from sosp.core.losses import check_loss as check_loss
 from sosp.errors import CheckpointError, DataError, StructureError, SurgeryError, check_choice
-from sosp.graph.cost import Cost, compute_whole_cost
-from sosp.graph.plan import count
+from sosp.graph.plan import Cost, compute_whole_cost, count
 from sosp.graph.recipe import replace_module
 from sosp.graph.records import Structures
 from sosp.graph.structures import Exclude, find_structures
@@ -37,7 +36,7 @@ from sosp.scoring.kronecker_factors import FISHERS, estimate_kronecker_factors, 
 from sosp.scoring.passes import Problem
 from sosp.selection.greedy_order import check_share
 from sosp.surgery.checkpoint import inspect, load
-from sosp.surgery.verify import measure_difference
+from sosp.surgery.shrink import measure_difference
 
 REPLACE = ("smaller", "all")
 KERNEL = ("kernel_size", "stride", "padding", "dilation", "padding_mode")

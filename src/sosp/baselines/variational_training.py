@@ -17,7 +17,7 @@ from sosp.baselines.arguments import (
     take_example,
 )
 from sosp.baselines.learned_result import Learned, find_structure_maxima
-from sosp.core.gates import GateHook, align_values, hook_output
+from sosp.core.layers import GateHook, align_values, hook_output
 from sosp.errors import check_whole_number
 from sosp.graph.mask import Mask
 from sosp.graph.records import Saliency, Structures

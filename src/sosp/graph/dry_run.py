@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from sosp.core.batches import call_model
-from sosp.core.scatter import Scatter, ZeroLayer
+from sosp.core.layers import Scatter, ZeroLayer
 from sosp.graph.channels import FixedAxis, OpRecord, Pin
-from sosp.graph.control_flow import build_path_pin, find_exposed_values
+from sosp.graph.forward_code import build_path_pin, clone_inputs, copy_to_meta, find_exposed_values, isolate_forward
 from sosp.graph.labels import (
     OPAQUE,
     RESHAPES,
@@ -32,7 +32,6 @@ from sosp.graph.labels import (
     resize_labels,
 )
 from sosp.graph.layout import Layout, LayoutStyle
-from sosp.graph.meta_copies import clone_inputs, copy_to_meta, isolate_forward
 from sosp.graph.ops import COMPOSITE, DECOMPOSED, NUMBERS, collect_numbers, find_op_name, run_op, skip_override_checks
 from sosp.graph.recipe import Recipe, RemovedChannels, apply_recipe, write_recipe
 from sosp.graph.width_arithmetic import Trial, find_width_pins

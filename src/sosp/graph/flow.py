@@ -17,26 +17,25 @@ from torch.utils._pytree import tree_map
 
 from sosp.core.batches import call_model
 from sosp.core.borrowed_model import check_network, refuse_uninitialised
-from sosp.core.layer_types import is_norm
+from sosp.core.layers import is_norm
 from sosp.errors import StructureError
-from sosp.graph.channels import OPAQUE, ZERO, FixedAxis, Graph, Ids, ModuleCall, Pin, find_components, pair_modes
-from sosp.graph.control_flow import (
+from sosp.graph.channels import FixedAxis, Graph, Ids, ModuleCall, Pin, find_components, pair_modes
+from sosp.graph.dry_run import fit_layout
+from sosp.graph.forward_code import (
     PathWarning,
+    clone_inputs,
+    copy_to_meta,
     count_library_frames,
     find_unused_modules,
     format_path_warning,
-    pin_other_paths,
-)
-from sosp.graph.dry_run import fit_layout
-from sosp.graph.layout import Layout, LayoutStyle, solve_layout
-from sosp.graph.meta_copies import (
-    clone_inputs,
-    copy_to_meta,
     isolate_forward,
     list_tensors,
+    pin_other_paths,
     refuse_kept_tensors,
     shorten_example,
 )
+from sosp.graph.labels import OPAQUE, ZERO
+from sosp.graph.layout import Layout, LayoutStyle, solve_layout
 from sosp.graph.ops import find_return_line
 from sosp.graph.tracer import Tracer
 

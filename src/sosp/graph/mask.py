@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core.borrowed_model import check_network
-from sosp.core.gates import GateHook, align_values, hook_output, install_gates
-from sosp.core.layer_types import find_width
+from sosp.core.layers import GateHook, align_values, find_width, hook_output, install_gates
 from sosp.errors import ArgumentError, StructureError, suggest_name
 from sosp.graph.records import Layer, Structures
 from sosp.graph.structures import find_structures

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sosp.core.layer_types import find_layer_type, is_norm
-from sosp.core.scatter import Scatter, ZeroLayer, scatter_output
+from sosp.core.layers import Scatter, ZeroLayer, find_layer_type, is_norm, scatter_output
 from sosp.errors import StructureError
 from sosp.graph.channels import DenseWeight, Graph, ModuleCall
 from sosp.graph.layout import Layout

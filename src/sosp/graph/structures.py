@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core.borrowed_model import check_network
-from sosp.core.layer_types import LAYERS, find_channel_axis, find_layer_type
+from sosp.core.layers import LAYERS, find_channel_axis, find_layer_type
 from sosp.errors import ArgumentError, StructureError, check_choice, suggest_name
 from sosp.graph.flow import Flow, follow_channels
 from sosp.graph.flow import trace as trace_flow

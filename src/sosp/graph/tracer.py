@@ -13,13 +13,21 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from sosp.core.layer_types import find_channel_axis, find_layer_type, is_norm
-from sosp.core.scatter import Scatter
-from sosp.graph.channels import OPAQUE, ZERO, Graph, Ids, ModuleCall, OpRecord
-from sosp.graph.channelwise_ops import label_channelwise_op
-from sosp.graph.labels import IDENTITY_OPS, MOVES, RESHAPES, Labels, compress_labels, label_axis, move_labels
-from sosp.graph.meta_copies import count_input_examples, list_tensors
-from sosp.graph.op_probe import OpCall, probe_copies
+from sosp.core.layers import Scatter, find_channel_axis, find_layer_type, is_norm
+from sosp.graph.channels import Graph, Ids, ModuleCall, OpRecord, TensorRegistry
+from sosp.graph.forward_code import count_input_examples, list_tensors
+from sosp.graph.labels import (
+    IDENTITY_OPS,
+    MOVES,
+    OPAQUE,
+    RESHAPES,
+    ZERO,
+    Labels,
+    compress_labels,
+    label_axis,
+    move_labels,
+)
+from sosp.graph.op_labels import DENSE, label_channelwise_op, label_dense_op, label_embedding
 from sosp.graph.ops import (
     COMPOSITE,
     COUNTING,
@@ -29,17 +37,17 @@ from sosp.graph.ops import (
     SIZES,
     UNTRIED,
     VALUES,
+    OpCall,
     collect_numbers,
     find_forward_code,
     find_frame,
     find_op_name,
     find_user_line,
     is_called_by_torch,
+    probe_copies,
     run_op,
     skip_override_checks,
 )
-from sosp.graph.tensor_registry import TensorRegistry
-from sosp.graph.weighted_ops import DENSE, label_dense_op, label_embedding
 
 OutputLabels = tuple[list[Labels | None], bool]  # the labels of the outputs, and whether the op only moves elements
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sosp.core.layer_types import find_layer_type
+from sosp.core.layers import find_layer_type
 from sosp.graph.channels import Graph, Ids, OpRecord, Pin
 from sosp.graph.layout import Layout, make_full_layout
 from sosp.graph.recipe import Recipe

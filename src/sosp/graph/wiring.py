@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from sosp.core.batches import call_model, copy_inputs, find_batch_size, take_examples
 from sosp.core.borrowed_model import borrow_model
-from sosp.core.layer_types import is_norm
+from sosp.core.layers import is_norm
 from sosp.errors import DataError, DifferentiationError, StructureError
 from sosp.graph.records import INPUT, OUTPUT
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sosp.core.layer_types import find_layer_type
-from sosp.core.scatter import scatter_output
+from sosp.core.layers import find_layer_type, scatter_output
 from sosp.refit.comparison_points import ChannelTracker
 from sosp.refit.hooks import OutputListener, is_layer_or_norm
 

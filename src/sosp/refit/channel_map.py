@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.core.layer_types import find_layer_type
+from sosp.core.layers import find_layer_type
 from sosp.errors import StructureError
 from sosp.graph.recipe import Recipe
 from sosp.surgery.checkpoint.recipe_shapes import collect_shapes, compute_new_shape

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sosp.core.layer_types import find_channel_axis, find_layer_type
-from sosp.core.scatter import Scatter
+from sosp.core.layers import Scatter, find_channel_axis, find_layer_type
 from sosp.graph.labels import IDENTITY_OPS
 from sosp.graph.ops import DROPOUTS, find_op_name
 from sosp.refit.activations import ACTIVATIONS, CLIPS, FULL_RANGE, Activation, Range, bind_activation, return_input

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sosp.core.layer_types import find_layer_type, is_norm
+from sosp.core.layers import find_layer_type, is_norm
+from sosp.graph.op_labels import DENSE
 from sosp.graph.ops import find_op_name
-from sosp.graph.weighted_ops import DENSE
 from sosp.refit.layer_matrix import LayerUse, find_layer_use
 
 SUMS = frozenset({"add", "__add__", "__iadd__", "__radd__"})

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sosp.core.layer_types import find_layer_type
+from sosp.core.layers import find_layer_type
 from sosp.graph.ops import CONVOLUTIONS, TRANSPOSED, name_arguments
 
 Sizes = tuple[int, ...]

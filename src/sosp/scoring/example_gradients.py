@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sosp.core import distributed
 from sosp.core.batches import Chunk
-from sosp.core.gates import apply_gates
+from sosp.core.layers import apply_gates
 from sosp.scoring.gauss_newton import has_examples_first
 from sosp.scoring.jets import get_primal
 from sosp.scoring.passes import (

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sosp.core import distributed
 from sosp.core.batches import Chunk
-from sosp.core.gates import apply_gates
+from sosp.core.layers import apply_gates
 from sosp.core.losses import compute_example_losses, find_logits
 from sosp.scoring.jets import get_primal
 from sosp.scoring.output_curvature import factor_curvature

@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from sosp.core import distributed
 from sosp.core.batches import Chunk
-from sosp.core.gates import apply_gates
-from sosp.core.layer_types import find_channel_axis
+from sosp.core.layers import apply_gates, find_channel_axis
 from sosp.core.losses import compute_example_losses, find_logits
 from sosp.errors import DifferentiationError, StructureError, check_choice
 from sosp.scoring.output_curvature import factor_curvature

@@ -1,18 +1,28 @@
-"""Define scoring methods: the function, the structures it takes, and the requirements on the network."""
+"""Define scoring methods: the function, its options, its labels, and its requirements on the network."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
-from sosp.errors import ArgumentError, StructureError
+from sosp.core.batches import Chunk
+from sosp.core.losses import IGNORE_INDEX, LossLike, find_class_axis, find_logits
+from sosp.errors import ArgumentError, DataError, StructureError
 from sosp.graph.records import Structures
-from sosp.scoring.method_options import Options
 from sosp.scoring.passes import Problem, Terms
 
 FEW = 3  # layers named in a message
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a criterion that the user gives to ``sosp.score``."""
+
+    classes: int | None = None  # labels sampled per example instead of all outputs (SOSP-I)
+    generator: torch.Generator | None = None  # source of randomness
 
 
 @dataclass(frozen=True)
@@ -138,3 +148,45 @@ def _join_names(names: Iterable[str], more: str = "") -> str:
     rest = len(names) - FEW
     shown = ", ".join(map(repr, names[:FEW]))
     return shown if rest <= 0 else shown + (more or f" and {rest} more")
+
+
+def refuse_scoring(problem: Problem, options: Options) -> Tensor:
+    """Stand for methods that train, search or rotate: their need "training" or "rotation" refuses before this runs."""
+    raise AssertionError("a method that ranks no structures was asked to score")
+
+
+# Labels: whether any counts, and predictions in place of missing ones -------------------------------------------------
+
+
+class LabelCheck:
+    """Record of whether any label of the data is not ignored."""
+
+    def __init__(self, loss: LossLike) -> None:
+        self.loss = loss
+        self.seen = self.counts = False
+
+    def record_targets(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Yield the same chunks and record their targets."""
+        for chunk in chunks:
+            if isinstance(chunk.targets, Tensor):
+                self.seen = True
+                self.counts = self.counts or bool((chunk.targets != IGNORE_INDEX).any())
+            yield chunk
+
+    @property
+    def are_ignored(self) -> bool:
+        """Return whether there were labels and cross-entropy ignores all of them."""
+        return self.loss == "cross_entropy" and self.seen and not self.counts
+
+
+def add_pseudo_labels(model: nn.Module, chunk: Chunk, loss: LossLike) -> Chunk:
+    """Return the same examples; if they have no targets, the predictions of ``model`` are their targets."""
+    if chunk.targets is not None or chunk.keyed:
+        return chunk
+    if callable(loss):
+        raise DataError(
+            "the data has no targets, and they cannot be predicted for a loss function of your own. Give targets."
+        )
+    with torch.no_grad():
+        logits = find_logits(chunk.run(model))
+    return replace(chunk, targets=logits if loss == "mse" else logits.argmax(find_class_axis(logits)))

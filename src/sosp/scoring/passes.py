@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from sosp.core import distributed
 from sosp.core.batches import Chunk, check_device, resize_chunks
 from sosp.core.borrowed_model import find_device
-from sosp.core.gates import align_values, apply_gates
+from sosp.core.layers import align_values, apply_gates
 from sosp.core.losses import LossLike, compute_example_losses
 from sosp.core.progress import track_progress
 from sosp.errors import DataError, DifferentiationError, SospError

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sosp.core import distributed
 from sosp.core.batches import Chunk, distribute_examples, iterate_chunks
 from sosp.core.borrowed_model import borrow_model, find_device
-from sosp.core.layer_types import find_width
+from sosp.core.layers import find_width
 from sosp.core.losses import IGNORE_INDEX, LossLike
 from sosp.core.losses import check_loss as check_loss
 from sosp.errors import ArgumentError, DataError, LossError, check_choice
@@ -30,12 +30,17 @@ from sosp.scoring.criteria import (
     snip,
     sosp,
     taylor,
-    unscored_methods,
 )
-from sosp.scoring.method import Method, Values, check_requirements
-from sosp.scoring.method_options import Options
+from sosp.scoring.method import (
+    LabelCheck,
+    Method,
+    Options,
+    Values,
+    add_pseudo_labels,
+    check_requirements,
+    refuse_scoring,
+)
 from sosp.scoring.passes import Problem, Terms
-from sosp.scoring.pseudo_labels import LabelCheck, add_pseudo_labels
 
 SOSP = (
     "Nonnenmacher et al., SOSP: Efficiently Capturing Global Correlations by Second-Order Structured Pruning, ICLR 2022"
@@ -90,7 +95,7 @@ METHODS: dict[str, Method] = {
         obd.obd_diagonal, "Fisher information of a filter's weights, diagonal", WANG, samples=True, labels=False
     ),
     "eigendamage": Method(
-        unscored_methods.refuse_scoring,
+        refuse_scoring,
         "directions of a layer's Kronecker factors (sosp.eigendamage)",
         WANG,
         FILTERS,
@@ -135,19 +140,19 @@ METHODS: dict[str, Method] = {
         ALL,
     ),
     "variational": Method(
-        unscored_methods.refuse_scoring,
+        refuse_scoring,
         "mean of a channel's scale, a learned Gaussian (sosp.learned.variational)",
         "Zhao et al., Variational Convolutional Neural Network Pruning, CVPR 2019",
         needs=("training",),
     ),
     "gal": Method(
-        unscored_methods.refuse_scoring,
+        refuse_scoring,
         "soft mask, learned against a discriminator (sosp.learned.gal)",
         "Lin et al., Towards Optimal Structured CNN Pruning via Generative Adversarial Learning, CVPR 2019",
         needs=("training",),
     ),
     "amc": Method(
-        unscored_methods.refuse_scoring,
+        refuse_scoring,
         "norm of a filter, with a searched share per layer (sosp.learned.amc)",
         "He et al., AMC: AutoML for Model Compression and Acceleration on Mobile Devices, ECCV 2018",
         FILTERS,

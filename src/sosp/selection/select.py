@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 
 from sosp.errors import ArgumentError, DisconnectedError, check_choice, is_number
-from sosp.graph.cost import compute_cost, compute_whole_cost
 from sosp.graph.flow import Flow
 from sosp.graph.layout import LayoutStyle
 from sosp.graph.mask import Mask
-from sosp.graph.plan import Plan, plan_removal
+from sosp.graph.plan import Plan, compute_cost, compute_whole_cost, plan_removal
 from sosp.graph.records import INPUT, OUTPUT, SCOPES, Saliency, Structures
-from sosp.selection.caps import build_limits, find_depthwise_inputs, order_capped_removals
-from sosp.selection.greedy_order import LayerLimits, check_share, order_removals
+from sosp.selection.greedy_order import (
+    LayerLimits,
+    build_limits,
+    check_share,
+    find_depthwise_inputs,
+    order_capped_removals,
+    order_removals,
+)
 from sosp.selection.layer_shares import LayerQuotas, build_quotas, refuse_above_cap
 from sosp.selection.quadratic_program import choose_subset
 

@@ -16,10 +16,9 @@ from sosp.baselines import amc
 from sosp.baselines.eigendamage import Eigenbases, find_eigenbases, rebuild
 from sosp.core.text_files import read_json, write_json
 from sosp.errors import ArgumentError, SospError
-from sosp.graph.cost import compute_alternative_cost
 from sosp.graph.flow import Flow, follow_channels
 from sosp.graph.mask import Mask, masked
-from sosp.graph.plan import plan_removal
+from sosp.graph.plan import compute_alternative_cost, plan_removal
 from sosp.graph.records import Saliency
 from sosp.graph.structures import downsampling, find_structures
 from sosp.scoring.score import METHODS, check_structures

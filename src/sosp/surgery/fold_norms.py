@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from sosp.core.batches import call_model
-from sosp.graph.meta_copies import list_tensors
+from sosp.graph.forward_code import list_tensors
 from sosp.graph.recipe import replace_module
 
 CLOSE = 1e-3  # of the largest output, in single precision; a wrong fold is off by much more

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core.borrowed_model import preserve_random_state
-from sosp.core.layer_types import find_layer_type, is_norm
+from sosp.core.layers import find_layer_type, is_norm
 from sosp.graph import Flow, trace
 from sosp.graph.channels import Ids, ModuleCall
 from sosp.graph.recipe import Recipe, apply_recipe
-from sosp.surgery.verify import check_same_outputs
+from sosp.surgery.shrink import check_same_outputs
 
 MULTIPLE = 8  # of channels: 16 bytes of bfloat16
 

@@ -18,8 +18,7 @@ from sosp.graph.flow import Flow, trace
 from sosp.graph.layout import Layout, make_full_layout
 from sosp.graph.recipe import Recipe, write_recipe
 from sosp.graph.structures import find_excluded_names
-from sosp.surgery.shrink import apply_recipe_to_copy
-from sosp.surgery.verify import check_same_outputs
+from sosp.surgery.shrink import apply_recipe_to_copy, check_same_outputs
 
 INITS = ("random", "copy")
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from sosp.app.report.run_summary import list_networks
-from sosp.graph.cost import Cost
+from sosp.graph.plan import Cost
 from sosp.studies.compare.summary import list_states
 
 Facts = Mapping[str, Any]

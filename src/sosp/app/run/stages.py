@@ -19,10 +19,9 @@ from sosp.baselines import Slimming
 from sosp.core import distributed
 from sosp.core.text_files import write_json
 from sosp.data import Source
-from sosp.graph.cost import Cost
 from sosp.graph.latency import latency
 from sosp.graph.mask import Mask
-from sosp.graph.plan import count
+from sosp.graph.plan import Cost, count
 from sosp.graph.records import Saliency
 from sosp.pipeline import Pruned, prune_and_repair, select_and_shrink, train
 from sosp.refit import Repaired

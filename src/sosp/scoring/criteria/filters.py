@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sosp.core.layer_types import find_layer_type
+from sosp.core.layers import find_layer_type
 from sosp.graph.records import Structures
 from sosp.scoring.passes import convert_to_double
 

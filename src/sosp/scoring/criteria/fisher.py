@@ -12,12 +12,11 @@ from torch import Tensor
 
 from sosp.core.batches import check_device
 from sosp.core.borrowed_model import find_device
-from sosp.graph.cost import compute_cost, compute_whole_cost
+from sosp.graph.plan import compute_cost, compute_whole_cost
 from sosp.graph.records import Structures
 from sosp.scoring.criteria.filters import summed
 from sosp.scoring.example_gradients import count_channel_elements, squared_gradients
-from sosp.scoring.method import Values
-from sosp.scoring.method_options import Options
+from sosp.scoring.method import Options, Values
 from sosp.scoring.passes import Problem
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sosp.scoring.criteria.filters import filters_of, summed
-from sosp.scoring.method_options import Options
+from sosp.scoring.method import Options
 from sosp.scoring.passes import Problem, convert_to_double
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sosp.graph.records import Layer
 from sosp.scoring.criteria.filters import summed
-from sosp.scoring.method_options import Options
+from sosp.scoring.method import Options
 from sosp.scoring.passes import Problem, convert_to_double
 
 

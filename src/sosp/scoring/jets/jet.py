@@ -14,15 +14,19 @@ tangents (t = None) takes the same short cuts for plain gate gradients.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map
 
-from sosp.scoring.jets.epilogue import EpiloguePlan, apply_epilogue
+from sosp.scoring.jets.fused_ops import EpiloguePlan, apply_epilogue
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[Any, Rule] = {}  # how an operation acts on jets (None: any other one); filled by sosp.scoring.jets.rules
@@ -176,3 +180,161 @@ def apply_pending(p: Tensor, t: Tensor | None, todo: PendingOps, relu: bool) -> 
     g, d, axis = (todo.gate.values, todo.gate.tangent, todo.gate.axis) if todo.gate else (None, None, 1)
     plan = EpiloguePlan(axis % max(p.dim(), 1), todo.gate_first, relu)
     return apply_epilogue(p, t, rp, rt, g, d, todo.scale, todo.shift, plan)
+
+
+# Torch's forward-mode rules: trusted once they have been seen to differentiate backward -------------------------------
+
+# Some of torch's forward-mode rules (layer norm, softmax) compute the right tangent but cannot be differentiated
+# backward, or, worse, give a wrong result when they are. So each operation is tried once, on the data at hand: the
+# derivative of its tangent, backward over forward, must equal the tangent of its derivative, forward over backward.
+DIFFERENTIABLE: dict[Any, bool] = {}
+
+
+def check_forward_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ``Unsupported`` unless torch's forward-mode rule for this call can be differentiated backward."""
+    settings = tree_map(lambda a: "tensor" if isinstance(a, Tensor) else repr(a), (args, kwargs))
+    key = (func, str(settings))
+    if key not in DIFFERENTIABLE:
+        DIFFERENTIABLE[key] = _mixed_derivatives_agree(func, args, kwargs)
+    if not DIFFERENTIABLE[key]:
+        raise UnsupportedError(
+            f"torch's forward-mode rule for {getattr(func, '__name__', func)} cannot be differentiated"
+        )
+
+
+def _mixed_derivatives_agree(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    moving = {id(a): a for a in tree_leaves((args, kwargs)) if isinstance(a, Jet) and a.tangent is not None}
+    places = {key: i for i, key in enumerate(moving)}
+    p = [j.primal.detach() for j in moving.values()]
+    t = [j.tangent.detach() for j in moving.values() if j.tangent is not None]
+
+    def run(values: list[Tensor]) -> list[Tensor]:
+        swap = lambda a: values[places[id(a)]] if id(a) in places else get_primal(a)  # noqa: E731
+        swapped = tree_map(swap, (args, kwargs))
+        out = tree_leaves(func(*swapped[0], **swapped[1]))
+        return [o for o in out if isinstance(o, Tensor) and o.is_floating_point()]
+
+    try:
+        if not run(p):
+            return True  # a comparison, an index: nothing to differentiate
+        backward = _backward_over_forward(run, p, t)
+        forward = _forward_over_backward(run, p, t)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    ahead, back = (torch.cat([x.flatten() for x in xs]) for xs in (forward, backward))
+    loose = {torch.float64: 1e-6, torch.float32: 1e-2}.get(back.dtype, 0.2)
+    return bool((ahead - back).norm() <= loose * (ahead.norm() + back.norm()))
+
+
+Run = Callable[[list[Tensor]], list[Tensor]]
+
+
+def _weigh(outputs: list[Tensor]) -> Tensor:
+    """One number from all outputs, with fixed weights that treat no two alike."""
+    weights = [torch.arange(o.numel(), device=o.device).cos().to(o.dtype).view(o.shape) for o in outputs]
+    return torch.stack([(o * w).sum() for o, w in zip(outputs, weights, strict=True)]).sum()
+
+
+def _backward_over_forward(run: Run, p: list[Tensor], t: list[Tensor]) -> list[Tensor]:
+    """The way jets take."""
+    inputs = [x.clone().requires_grad_() for x in p]
+    with forward_ad.dual_level():
+        pairs = [
+            forward_ad.unpack_dual(o)
+            for o in run([forward_ad.make_dual(*pair) for pair in zip(inputs, t, strict=True)])
+        ]
+        moved = [pair.tangent for pair in pairs if pair.tangent is not None]
+    total = _weigh(moved) if moved else None
+    if total is None or not total.requires_grad:
+        return [torch.zeros_like(x) for x in inputs]
+    return list(torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True))
+
+
+def _forward_over_backward(run: Run, p: list[Tensor], t: list[Tensor]) -> list[Tensor]:
+    def along(values: list[Tensor]) -> Tensor:
+        return _weigh(run(values))
+
+    return list(torch.func.jvp(torch.func.grad(along), (p,), (t,))[1])
+
+
+# Scale and shift of every batch norm in the network that is running, computed at once, by what they are made of.
+FOLDED: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+
+
+@contextmanager
+def fold_batch_norms(model: nn.Module) -> Iterator[None]:
+    """In eval mode a batch norm is an affine map of each channel; work all of them out in a few operations."""
+    norms: list[Any] = [m for m in model.modules() if isinstance(m, _BatchNorm) and _plain_norm(m)]
+    try:
+        if norms:
+            means, variances = [m.running_mean for m in norms], [m.running_var for m in norms]
+            scales: Any = _rsqrt(variances, [m.eps for m in norms])
+            scales = torch._foreach_mul(scales, [m.weight for m in norms])
+            shifts = torch._foreach_sub([m.bias for m in norms], torch._foreach_mul(means, scales))
+            keys = [_key(m.running_mean, m.running_var, m.weight, m.bias, m.eps) for m in norms]
+            FOLDED.update(zip(keys, zip(scales, shifts, strict=True), strict=True))
+        yield
+    finally:
+        FOLDED.clear()
+
+
+def _key(mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, ...]:
+    return id(mean), id(var), id(weight), id(bias), eps
+
+
+def _plain_norm(m: Any) -> bool:
+    return m.running_mean is not None and m.weight is not None and m.bias is not None and not m.weight.requires_grad
+
+
+def _rsqrt(var: list[Any], eps: list[float]) -> list[Tensor]:
+    return list(torch._foreach_reciprocal(torch._foreach_sqrt(torch._foreach_add(var, eps))))
+
+
+def apply_batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In eval mode a batch norm is an affine map of each channel: put it off."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    x, mean = given["input"], given["running_mean"]
+    if given.get("training") or not isinstance(x, Jet) or mean is None:
+        raise UnsupportedError("a batch norm in train mode")
+    key = _key(mean, given["running_var"], given.get("weight"), given.get("bias"), given.get("eps", 1e-5))
+    scale, shift = FOLDED.get(key) or _affine(given)
+    if scale.requires_grad:
+        raise UnsupportedError("a batch norm with trainable parameters")
+    before = x.pending or PendingOps()
+    if before.scale is not None or before.residual is not None or (before.gate and before.gate.axis % x.dim() != 1):
+        flush_pending(x)
+        before = PendingOps()
+    return Jet(x._p, x._t, replace(before, scale=scale.to(x.dtype), shift=shift.to(x.dtype)))
+
+
+def _affine(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    scale = (given["running_var"] + given.get("eps", 1e-5)).rsqrt()
+    scale = scale if given.get("weight") is None else scale * given["weight"]
+    shift = -given["running_mean"] * scale
+    return scale, shift if given.get("bias") is None else shift + given["bias"]
+
+
+def apply_layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    dims = tuple(range(-len(given["normalized_shape"]), 0))
+    out = _standardised(given["input"], dims, given.get("eps", 1e-5))
+    out = out if given.get("weight") is None else out * given["weight"]
+    return out if given.get("bias") is None else out + given["bias"]
+
+
+def apply_group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = ("input", "num_groups", "weight", "bias", "eps")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    x = given["input"]
+    grouped = _standardised(x.reshape(x.shape[0], given["num_groups"], -1), (-1,), given.get("eps", 1e-5))
+    out = grouped.reshape(x.shape)
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    out = out if given.get("weight") is None else out * given["weight"].view(shape)
+    return out if given.get("bias") is None else out + given["bias"].view(shape)
+
+
+def _standardised(x: Any, dims: tuple[int, ...], eps: float) -> Any:
+    centred = x - x.mean(dims, keepdim=True)
+    return centred * ((centred * centred).mean(dims, keepdim=True) + eps).rsqrt()

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sosp.scoring.jets.convolution import FrozenConv, plan_convolution
-from sosp.scoring.jets.forward_mode_check import check_forward_rule
+from sosp.scoring.jets.fused_ops import FrozenConv, plan_convolution
 from sosp.scoring.jets.jet import (
     RULES,
     Gate,
@@ -20,12 +19,15 @@ from sosp.scoring.jets.jet import (
     PendingOps,
     Rule,
     UnsupportedError,
+    apply_batch_norm,
+    apply_group_norm,
+    apply_layer_norm,
     apply_pending,
+    check_forward_rule,
     flush_pending,
     get_primal,
     mark_aliases,
 )
-from sosp.scoring.jets.norms import apply_batch_norm, apply_group_norm, apply_layer_norm
 
 T = torch.Tensor
 

@@ -20,7 +20,7 @@ except ImportError:  # CPU builds of torch come without it
     triton = None
 
 if TYPE_CHECKING:
-    from sosp.scoring.jets.epilogue import BackwardInputs, EpiloguePlan, ForwardInputs
+    from sosp.scoring.jets.fused_ops import BackwardInputs, EpiloguePlan, ForwardInputs
 
 TILE = 1024  # elements handled at once by a program
 
@@ -121,7 +121,7 @@ if triton is not None:
             tl.store(gc + at, (x + move[None, :] * t) * s[None, :], mask=ok)
             if HAS_B:
                 tl.store(gdc + at, t * s[None, :], mask=ok)
-        if BASE:  # sosp.scoring.jets.epilogue.gate_gradients, here to save a dozen tiny kernels
+        if BASE:  # sosp.scoring.jets.fused_ops.gate_gradients, here to save a dozen tiny kernels
             if COMPACT:
                 if FIRST:
                     zA -= b * sA
@@ -181,7 +181,7 @@ def _make_adjacent_pair(like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward(parts: ForwardInputs, plan: EpiloguePlan) -> tuple[Tensor, Tensor | None]:
-    """See ``sosp.scoring.jets.epilogue``."""
+    """See ``sosp.scoring.jets.fused_ops``."""
     c = make_dense(parts.c, plan.axis)
     dc, r, dr = (_match_layout(x, c) for x in (parts.dc, parts.r, parts.dr))
     grid, sizes, tile = _geometry(c, plan.axis)
@@ -196,7 +196,7 @@ def forward(parts: ForwardInputs, plan: EpiloguePlan) -> tuple[Tensor, Tensor | 
 
 
 def backward(back: BackwardInputs, plan: EpiloguePlan) -> tuple[Tensor | None, ...]:
-    """See ``sosp.scoring.jets.epilogue``."""
+    """See ``sosp.scoring.jets.fused_ops``."""
     A, B, base, dbase, a, d, scale, shift = back.tensors
     like = make_dense(next(x for x in (base, a, A, B) if x is not None), plan.axis)
     A, B, base, dbase, a = (_match_layout(x, like) for x in (A, B, base, dbase, a))

@@ -7,8 +7,8 @@ from dataclasses import replace
 from statistics import mean, median
 
 from sosp.errors import ArgumentError, SospError, is_number
-from sosp.graph.cost import Cost, compute_cost, compute_whole_cost
 from sosp.graph.flow import Flow, learn_pins
+from sosp.graph.plan import Cost, compute_cost, compute_whole_cost
 from sosp.graph.records import Saliency, Structures
 from sosp.studies.bottlenecks.blocks import Block, NamedBlocks, find_blocks
 from sosp.studies.bottlenecks.bottleneck_record import FITTING, NARROW, WIDE, BottleneckPart, Bottlenecks, NetworkSize

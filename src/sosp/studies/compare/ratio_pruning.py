@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from sosp.baselines.eigendamage import eigendamage
-from sosp.graph.cost import Cost, compute_alternative_cost
 from sosp.graph.layout import LayoutStyle
 from sosp.graph.mask import Mask
-from sosp.graph.plan import Plan, count, plan_removal
+from sosp.graph.plan import Cost, Plan, compute_alternative_cost, count, plan_removal
 from sosp.graph.records import Saliency
 from sosp.scoring.score import METHODS
 from sosp.selection.select import select

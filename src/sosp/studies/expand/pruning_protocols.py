@@ -14,9 +14,8 @@ from sosp.core import distributed
 from sosp.core.borrowed_model import find_device
 from sosp.data import Dataset
 from sosp.errors import ArgumentError, DisconnectedError
-from sosp.graph.cost import Cost
 from sosp.graph.mask import Mask
-from sosp.graph.plan import count
+from sosp.graph.plan import Cost, count
 from sosp.graph.records import Saliency
 from sosp.pipeline import select_and_shrink, train
 from sosp.selection.select import select

@@ -9,12 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from sosp.core.layer_types import find_layer_type, find_width
+from sosp.core.layers import find_layer_type, find_width
 from sosp.errors import ArgumentError, is_number
 from sosp.graph import trace
-from sosp.graph.cost import Cost, compute_cost
 from sosp.graph.layout import Layout
-from sosp.graph.plan import count
+from sosp.graph.plan import Cost, compute_cost, count
 from sosp.graph.wiring import trace_layers as wiring
 from sosp.nets import Width
 from sosp.surgery.widen import make_wide_layout, widen_to_layout

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core.borrowed_model import refuse_uninitialised
-from sosp.core.gates import GateHook, InputHook
-from sosp.core.layer_types import find_layer_type
+from sosp.core.layers import GateHook, InputHook, find_layer_type
 from sosp.errors import ArgumentError, CheckpointError, suggest_name
 from sosp.graph.mask import ZeroWeights
 from sosp.graph.recipe import Recipe, apply_recipe
