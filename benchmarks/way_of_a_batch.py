@@ -55,7 +55,7 @@ class Way:
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         """Note a call of one of our functions."""
         module = frame.f_globals.get("__name__", "")
-        if event != "call" or not module.startswith("sosp") or module in ("sosp.nets", "sosp.nets.residual"):
+        if event != "call" or not module.startswith("sosp") or module.startswith("sosp.nets"):
             return
         if frame.f_code.co_name == "<module>":
             return  # imported now, which is no call

@@ -31,9 +31,9 @@ from checkpoints import (
 from sosp.core import safetensors_files as file
 from sosp.core.layers import Scatter, ZeroLayer
 from sosp.errors import CheckpointError
-from sosp.graph.recipe import Recipe, ScatterIndex, apply_recipe
+from sosp.graph.recipe import Recipe, ScatterIndex, apply_recipe, collect_shapes
 from sosp.graph.records import Layer
-from sosp.surgery.checkpoint import Saved, collect_shapes, inspect, load, save
+from sosp.surgery.checkpoint import Saved, inspect, load, save
 from sosp.surgery.checkpoint.model_record import DTYPES
 
 # --- round trips

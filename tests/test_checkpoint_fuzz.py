@@ -20,9 +20,9 @@ import sosp
 from checkpoints import bits, check_same, everything
 from sosp.core import safetensors_files as file
 from sosp.errors import CheckpointError
-from sosp.graph.recipe import Recipe, ScatterIndex, apply_recipe
+from sosp.graph.recipe import Recipe, ScatterIndex, apply_recipe, collect_shapes
 from sosp.graph.records import Layer
-from sosp.surgery.checkpoint import collect_shapes, load, save
+from sosp.surgery.checkpoint import load, save
 from sosp.surgery.checkpoint.model_record import DTYPES
 
 Target = tuple[Path, nn.Module, nn.Module, Any]  # the file, the original network, the saved one, all of the original

@@ -20,8 +20,8 @@ import sosp
 from checkpoints import check_same, document_of, everything, leftovers, network, reseal, shrunk, some
 from sosp.core import safetensors_files as file
 from sosp.errors import ArgumentError, CheckpointError
-from sosp.graph.recipe import Recipe
-from sosp.surgery.checkpoint import collect_shapes, inspect, load, save
+from sosp.graph.recipe import Recipe, collect_shapes
+from sosp.surgery.checkpoint import inspect, load, save
 
 Files = tuple[Path, nn.Module, nn.Module]  # a file, the original network, the saved one
 

@@ -13,7 +13,8 @@ from cases import Case, case, names
 from sosp.errors import ArgumentError, DataError, LossError, StructureError
 from sosp.graph.records import SCOPES
 from sosp.graph.structures import KINDS
-from sosp.scoring.method import NEEDS, Method, check_requirements
+from sosp.scoring.methods import NEEDS, Method
+from sosp.scoring.score import check_requirements
 
 RANKS_NOTHING = {"training", "rotation"}  # needs of methods whose result comes another way
 

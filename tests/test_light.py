@@ -200,7 +200,7 @@ def test_what_readers_are_shown_uses_the_doors() -> None:
 
 
 def test_deep_imports_are_found() -> None:
-    assert too_deep("from sosp.scoring.method import Method") == ["sosp.scoring", "sosp.scoring.method"]
+    assert too_deep("from sosp.scoring.methods import Method") == ["sosp.scoring", "sosp.scoring.methods"]
     assert too_deep("import sosp.graph.plan") == ["sosp.graph", "sosp.graph.plan"]
     assert too_deep("import sosp\nfrom sosp.extend import Method\nsosp.data.load('x')\nsosp.errors.SospError") == []
 

@@ -26,8 +26,9 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time a name is import
     from sosp.graph.structures import downsampling, find_structures
     from sosp.pipeline import Pruned, prune, train
     from sosp.refit import Repaired, repair
+    from sosp.scoring.methods import METHODS
     from sosp.scoring.passes import SlowPathWarning
-    from sosp.scoring.score import METHODS, score
+    from sosp.scoring.score import score
     from sosp.selection.select import select
     from sosp.studies import paper as experiments
     from sosp.studies.bottlenecks.bottleneck_detection import bottlenecks
@@ -47,7 +48,8 @@ else:
             "sosp.graph.flow": "trace Flow",
             "sosp.graph.structures": "find_structures downsampling",
             "sosp.graph.records": "Structures Layer Saliency",
-            "sosp.scoring.score": "score METHODS",
+            "sosp.scoring.methods": "METHODS",
+            "sosp.scoring.score": "score",
             "sosp.scoring.passes": "SlowPathWarning",
             "sosp.selection.select": "select",
             "sosp.graph.mask": "Mask masked",

@@ -12,9 +12,8 @@ from sosp.scoring.derivatives import full_hessian, gradient, hessian_vector
 from sosp.scoring.example_gradients import feature_means, gradient_products, minibatch_gradients, squared_gradients
 from sosp.scoring.gauss_newton import gauss_newton
 from sosp.scoring.jets import RULES, Jet
-from sosp.scoring.method import Method, Options, Values
-from sosp.scoring.passes import Problem, Terms
-from sosp.scoring.score import METHODS
+from sosp.scoring.methods import METHODS, Method
+from sosp.scoring.passes import Options, Problem, Terms, Values
 
 __all__ = [
     # A criterion: (problem, options) -> Terms, Values or a tensor (S,)

@@ -30,7 +30,7 @@ from sosp.graph.layout import JOINS
 from sosp.graph.records import OBJECTIVES, SCOPES
 from sosp.graph.structures import GATES
 from sosp.nets import Width
-from sosp.scoring.score import METHODS
+from sosp.scoring.methods import METHODS
 from sosp.selection.select import SCALES, SelectionOptions, parse_budget
 from sosp.studies.compare.comparison_cells import ComparisonPlan
 from sosp.studies.expand.expansion_plan import WHEN, ExpansionPlan

@@ -16,8 +16,8 @@ from sosp.data.batch_source import make_generator
 from sosp.errors import ArgumentError, DataError
 from sosp.graph.records import Structures
 from sosp.graph.structures import find_structures
-from sosp.scoring.method import check_requirements
-from sosp.scoring.score import METHODS, check_structures
+from sosp.scoring.methods import METHODS
+from sosp.scoring.score import check_requirements, check_structures
 from sosp.training.epoch_batches import TrainingBatches
 from sosp.training.randomness import iterate_with_generator
 from sosp.training.schedule import Schedule, resolve_schedule

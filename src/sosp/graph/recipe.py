@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core.layers import Scatter, ZeroLayer, find_layer_type, is_norm, scatter_output
-from sosp.errors import StructureError
+from sosp.errors import CheckpointError, StructureError
 from sosp.graph.channels import DenseWeight, Graph, ModuleCall
 from sosp.graph.layout import Layout
 
+Shape = tuple[int, ...]
 RemovedChannels = Mapping[str, np.ndarray]  # module -> (n,) which of its output channels are set to zero
 
 
@@ -190,6 +191,34 @@ def find_zero_rows(
                 if len(rows) and module._parameters.get(key) is not None:
                     found[f"{name}.{key}"] = axis, rows
     return found
+
+
+# following shapes, without touching a tensor --------------------------------------------------------------------------
+
+
+def collect_shapes(model: nn.Module) -> dict[str, Shape]:
+    """Return the shape of every tensor in the state dict."""
+    return {name: tuple(x.shape) for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+
+
+def compute_new_shape(shape: Shape, recipe: Recipe, name: str) -> Shape:
+    """Return the shape of a tensor after a recipe."""
+    if name in recipe.grouped:
+        rows, columns = recipe.grouped[name]
+        _check_index(name, shape, 0, rows)
+        _check_index(name, shape, 1, columns)
+        shape = (len(rows), columns.shape[1], *shape[2:])
+    for axis, index in recipe.slices.get(name, {}).items():
+        _check_index(name, shape, axis, index)
+        shape = (*shape[:axis], len(index), *shape[axis + 1 :])
+    return shape
+
+
+def _check_index(name: str, shape: Shape, axis: int, index: Tensor) -> None:
+    if axis >= len(shape) or (index.numel() and not 0 <= int(index.min()) <= int(index.max()) < shape[axis]):
+        raise CheckpointError(
+            f"a recipe takes elements of {name!r} along axis {axis} that its shape {shape} does not have."
+        )
 
 
 # carrying it out ------------------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from sosp.core.layers import find_layer_type
 from sosp.errors import StructureError
-from sosp.graph.recipe import Recipe
-from sosp.surgery.checkpoint.recipe_shapes import collect_shapes, compute_new_shape
+from sosp.graph.recipe import Recipe, collect_shapes, compute_new_shape
 
 SOURCE_HINT = "Give the network that sosp.shrink, sosp.prune or sosp.load made the small one of."
 

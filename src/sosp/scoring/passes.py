@@ -57,6 +57,22 @@ class Terms:
     pairs: Tensor | None = None  # (S, S)
 
 
+@dataclass(frozen=True)
+class Options:
+    """Options of a criterion that the user gives to ``sosp.score``."""
+
+    classes: int | None = None  # labels sampled per example instead of all outputs (SOSP-I)
+    generator: torch.Generator | None = None  # source of randomness
+
+
+@dataclass(frozen=True)
+class Values:
+    """Ranking that is not a derivative of the loss, and the number of examples it was computed from."""
+
+    values: Tensor  # (S,)
+    examples: int = 0
+
+
 # One place averages -------------------------------------------------------------------------------------------------
 
 Sums = tuple[Tensor | None, ...]

@@ -1,9 +1,10 @@
-"""Compute a Saliency from a model and data: the table of methods and ``score``."""
+"""Compute a Saliency from a model and data: ``score``."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,153 +14,15 @@ from sosp.core import distributed
 from sosp.core.batches import Chunk, distribute_examples, iterate_chunks
 from sosp.core.borrowed_model import borrow_model, find_device
 from sosp.core.layers import find_width
-from sosp.core.losses import IGNORE_INDEX, LossLike
-from sosp.core.losses import check_loss as check_loss
-from sosp.errors import ArgumentError, DataError, LossError, check_choice
+from sosp.core.losses import IGNORE_INDEX, LossLike, check_loss, find_class_axis, find_logits
+from sosp.errors import ArgumentError, DataError, LossError, StructureError, check_choice
 from sosp.graph.records import OBJECTIVES, Saliency, Structures
 from sosp.graph.structures import find_structures
-from sosp.scoring.criteria import (
-    ccp,
-    fisher,
-    fpgm,
-    hrank,
-    magnitude,
-    obd,
-    obs,
-    slimming,
-    snip,
-    sosp,
-    taylor,
-)
-from sosp.scoring.method import (
-    LabelCheck,
-    Method,
-    Options,
-    Values,
-    add_pseudo_labels,
-    check_requirements,
-    refuse_scoring,
-)
-from sosp.scoring.passes import Problem, Terms
+from sosp.scoring.methods import METHODS, NEEDS, Method
+from sosp.scoring.passes import Options, Problem, Terms, Values
 
-SOSP = (
-    "Nonnenmacher et al., SOSP: Efficiently Capturing Global Correlations by Second-Order Structured Pruning, ICLR 2022"
-)
-MOLCHANOV = "Molchanov et al., Importance Estimation for Neural Network Pruning, CVPR 2019"
-LIU_2021 = "Liu et al., Group Fisher Pruning for Practical Network Compression, ICML 2021"
-LI = "Han et al., NeurIPS 2015; Li et al., Pruning Filters for Efficient ConvNets, ICLR 2017"
-WANG = "Wang et al., EigenDamage: Structured Pruning in the Kronecker-Factored Eigenbasis, ICML 2019"
-ALL = ("filters", "blocks", "weights")
-FILTERS = ("filters",)
 ZERO_TOLERANCE = 1e-200  # sosp-obs damps a matrix of zeros with at least 1e-300
-
-METHODS: dict[str, Method] = {
-    "sosp-h": Method(sosp.sosp_h, "first order, and the exact Hessian times the sum of all structures", SOSP, ALL),
-    "sosp-i": Method(sosp.sosp_i, "first order, and Gauss-Newton terms of all pairs of structures", SOSP, samples=True),
-    "sosp-i-diagonal": Method(sosp.sosp_i_diagonal, "sosp-i without correlations", SOSP, samples=True),
-    "first-order": Method(sosp.first_order, "gradient of the loss in each structure", SOSP, ALL),
-    "exact": Method(sosp.exact, "first order, and all pairs with the exact Hessian", SOSP),
-    "random": Method(sosp.random, "one uniform random number per structure", SOSP, ALL),
-    "magnitude-l1": Method(magnitude.l1, "sum of a filter's absolute weights", LI, ALL, scope="layer", data=False),
-    "magnitude-l2": Method(magnitude.l2, "Euclidean norm of a filter", LI, ALL, scope="layer", data=False),
-    "slimming": Method(
-        slimming.slimming,
-        "scale of a channel's batch norm",
-        "Liu et al., Learning Efficient Convolutional Networks through Network Slimming, ICCV 2017",
-        needs=("norms",),
-        data=False,
-    ),
-    "taylor": Method(taylor.taylor, "squared gradient in a filter's weights, mean over minibatches", MOLCHANOV),
-    "taylor-bn": Method(
-        taylor.taylor_bn, "squared gradient in the batch norm, mean over minibatches", MOLCHANOV, needs=("norms",)
-    ),
-    "fisher": Method(
-        fisher.fisher,
-        "squared gradient in each structure, mean over examples",
-        "Theis et al., Faster gaze prediction with dense networks and Fisher pruning, 2018",
-    ),
-    "group-fisher": Method(
-        fisher.group_fisher, "fisher of coupled channels, divided by their memory", LIU_2021, FILTERS, ("coupled",)
-    ),
-    "group-fisher-macs": Method(
-        fisher.group_fisher_macs, "fisher of coupled channels, divided by their MACs", LIU_2021, FILTERS, ("coupled",)
-    ),
-    "obd": Method(
-        obd.obd,
-        "Fisher information of a filter's weights with their correlations, from Kronecker factors",
-        WANG,
-        samples=True,
-        labels=False,
-    ),
-    "obd-diagonal": Method(
-        obd.obd_diagonal, "Fisher information of a filter's weights, diagonal", WANG, samples=True, labels=False
-    ),
-    "eigendamage": Method(
-        refuse_scoring,
-        "directions of a layer's Kronecker factors (sosp.eigendamage)",
-        WANG,
-        FILTERS,
-        ("rotation",),
-    ),
-    "sosp-obs": Method(
-        obs.sosp_obs,
-        "Gauss-Newton pairs, after the remaining structures have compensated for a removal",
-        "Hassibi and Stork, Second order derivatives for network pruning: Optimal Brain Surgeon, NeurIPS 1992; "
-        "with the pairs of SOSP-I",
-        samples=True,
-        labels=False,
-    ),
-    "fpgm": Method(
-        fpgm.fpgm,
-        "distance to the other filters of the layer",
-        "He et al., Filter Pruning via Geometric Median, CVPR 2019",
-        FILTERS,
-        scope="layer",
-        data=False,
-    ),
-    "hrank": Method(
-        hrank.hrank,
-        "mean rank of the feature maps",
-        "Lin et al., HRank: Filter Pruning using High-Rank Feature Map, CVPR 2020",
-        FILTERS,
-        scope="layer",
-        labels=False,
-    ),
-    "ccp": Method(
-        ccp.ccp,
-        "first order and pairs within a layer, as one quadratic programme",
-        "Peng et al., Collaborative Channel Pruning for Deep Networks, ICML 2019",
-        FILTERS,
-        scope="layer",
-        objective="signed",
-    ),
-    "snip": Method(
-        snip.snip,
-        "absolute gradient in a structure's weights, meant for untrained networks",
-        "Lee et al., ICLR 2019; van Amersfoort et al., Single Shot Structured Pruning Before Training, 2020",
-        ALL,
-    ),
-    "variational": Method(
-        refuse_scoring,
-        "mean of a channel's scale, a learned Gaussian (sosp.learned.variational)",
-        "Zhao et al., Variational Convolutional Neural Network Pruning, CVPR 2019",
-        needs=("training",),
-    ),
-    "gal": Method(
-        refuse_scoring,
-        "soft mask, learned against a discriminator (sosp.learned.gal)",
-        "Lin et al., Towards Optimal Structured CNN Pruning via Generative Adversarial Learning, CVPR 2019",
-        needs=("training",),
-    ),
-    "amc": Method(
-        refuse_scoring,
-        "norm of a filter, with a searched share per layer (sosp.learned.amc)",
-        "He et al., AMC: AutoML for Model Compression and Acceleration on Mobile Devices, ECCV 2018",
-        FILTERS,
-        needs=("training",),
-        scope="layer",
-    ),
-}
+FEW = 3  # layers named in a message
 
 
 def score(
@@ -303,4 +166,80 @@ def _check_model(model: nn.Module, structures: Structures) -> None:
             )
 
 
-__all__ = ["METHODS", "Method", "check_structures", "score"]
+def check_requirements(name: str, methods: Mapping[str, Method], model: nn.Module, structures: Structures) -> None:
+    """Raise an error that names what the network or the structures lack for a method, and the methods that work.
+
+    Raises:
+        ArgumentError: The method does not take structures of this kind.
+        StructureError: The network or the structures do not meet a need of the method.
+    """
+    method, kind = methods[name], structures.kind
+    if kind not in method.kinds:
+        raise ArgumentError(
+            f"method={name!r} does not take kind={kind!r} ({len(structures):,} structures), only "
+            f"{' and '.join(map(repr, method.kinds))}. {_others(name, methods, model, structures)}"
+        )
+    for need in (NEEDS[n] for n in method.needs):
+        lacking = need.lacking(model, structures)
+        if lacking is not None:
+            concerned = f" (not met by {_join_names(lacking)})" if lacking else ""
+            raise StructureError(
+                f"method={name!r} needs {need.what}{concerned}. "
+                f"{need.advice.format(names=_join_names(lacking, ', ...'), method=name)}. "
+                f"{_others(name, methods, model, structures)}"
+            )
+
+
+def _others(name: str, methods: Mapping[str, Method], model: nn.Module, structures: Structures) -> str:
+    """Return a sentence that lists the methods that work here."""
+    fit = [other for other, m in methods.items() if other != name and _suits(m, model, structures)]
+    return f"These work here: {', '.join(map(repr, fit))}."
+
+
+def _suits(method: Method, model: nn.Module, structures: Structures) -> bool:
+    return structures.kind in method.kinds and all(NEEDS[n].lacking(model, structures) is None for n in method.needs)
+
+
+def _join_names(names: Iterable[str], more: str = "") -> str:
+    """Return ``'a', 'b', 'c' and 4 more``."""
+    names = list(names)
+    rest = len(names) - FEW
+    shown = ", ".join(map(repr, names[:FEW]))
+    return shown if rest <= 0 else shown + (more or f" and {rest} more")
+
+
+# Labels: whether any counts, and predictions in place of missing ones -------------------------------------------------
+
+
+class LabelCheck:
+    """Record of whether any label of the data is not ignored."""
+
+    def __init__(self, loss: LossLike) -> None:
+        self.loss = loss
+        self.seen = self.counts = False
+
+    def record_targets(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Yield the same chunks and record their targets."""
+        for chunk in chunks:
+            if isinstance(chunk.targets, Tensor):
+                self.seen = True
+                self.counts = self.counts or bool((chunk.targets != IGNORE_INDEX).any())
+            yield chunk
+
+    @property
+    def are_ignored(self) -> bool:
+        """Return whether there were labels and cross-entropy ignores all of them."""
+        return self.loss == "cross_entropy" and self.seen and not self.counts
+
+
+def add_pseudo_labels(model: nn.Module, chunk: Chunk, loss: LossLike) -> Chunk:
+    """Return the same examples; if they have no targets, the predictions of ``model`` are their targets."""
+    if chunk.targets is not None or chunk.keyed:
+        return chunk
+    if callable(loss):
+        raise DataError(
+            "the data has no targets, and they cannot be predicted for a loss function of your own. Give targets."
+        )
+    with torch.no_grad():
+        logits = find_logits(chunk.run(model))
+    return replace(chunk, targets=logits if loss == "mse" else logits.argmax(find_class_axis(logits)))

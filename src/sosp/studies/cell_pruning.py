@@ -21,7 +21,8 @@ from sosp.graph.mask import Mask, masked
 from sosp.graph.plan import compute_alternative_cost, plan_removal
 from sosp.graph.records import Saliency
 from sosp.graph.structures import downsampling, find_structures
-from sosp.scoring.score import METHODS, check_structures
+from sosp.scoring.methods import METHODS
+from sosp.scoring.score import check_structures
 from sosp.selection.select import select
 from sosp.studies import training_groups
 from sosp.studies.cells import PrunedCell, TrainedCell

@@ -14,7 +14,8 @@ from sosp.baselines.eigendamage import check_replaceable_layers
 from sosp.data import Dataset
 from sosp.graph.records import Saliency, Structures
 from sosp.graph.structures import find_structures
-from sosp.scoring.score import METHODS, check_structures, score
+from sosp.scoring.methods import METHODS
+from sosp.scoring.score import check_structures, score
 from sosp.studies.compare.comparison_cells import ComparisonPlan
 
 BATCH = 250  # examples per batch for scoring; passes reduce it to what fits into memory

@@ -18,8 +18,7 @@ from sosp.graph.layout import LayoutStyle
 from sosp.graph.mask import Mask, check_mask, masked
 from sosp.graph.ops import DROPOUTS, find_op_name
 from sosp.graph.plan import Plan, plan_removal
-from sosp.graph.recipe import Recipe, apply_recipe, set_rows_to_zero
-from sosp.surgery.checkpoint.recipe_shapes import collect_shapes
+from sosp.graph.recipe import Recipe, apply_recipe, collect_shapes, set_rows_to_zero
 
 MOST = 64  # rows that are compared where the code looks at values
 

@@ -10,7 +10,7 @@ from sosp.app.report.run_facts import RunFacts
 from sosp.app.report.section import ReportSection
 from sosp.app.run.run_folder import FILES
 from sosp.nets.by_name import parse_network_name
-from sosp.scoring.score import METHODS
+from sosp.scoring.methods import METHODS
 from sosp.studies.compare.comparison_cells import ComparisonPlan
 from sosp.studies.compare.summary import list_states
 

@@ -14,7 +14,7 @@ from sosp.core.text_files import write_text
 from sosp.errors import ArgumentError, StructureError
 from sosp.graph.plan import count
 from sosp.graph.structures import downsampling, find_structures
-from sosp.scoring.score import METHODS
+from sosp.scoring.methods import METHODS
 from sosp.studies.compare.comparison_cells import ComparisonPlan
 from sosp.studies.compare.method_comparison import compare
 from sosp.studies.compare.summary import FIGURES, ComparisonSummary, summarise_cells

@@ -24,7 +24,8 @@ from sosp.graph.mask import Mask
 from sosp.graph.records import Saliency, Structures
 from sosp.graph.structures import downsampling, find_excluded_names, find_structures
 from sosp.nets import by_name
-from sosp.scoring.score import METHODS, check_structures
+from sosp.scoring.methods import METHODS
+from sosp.scoring.score import check_structures
 from sosp.selection.select import select
 from sosp.surgery.checkpoint import inspect
 from sosp.training.user_data import move_to_device

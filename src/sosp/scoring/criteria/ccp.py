@@ -8,8 +8,7 @@ from torch import Tensor
 from sosp.graph.records import Structures
 from sosp.scoring.example_gradients import gradient_products
 from sosp.scoring.gauss_newton import gauss_newton
-from sosp.scoring.method import Options
-from sosp.scoring.passes import Problem, Terms
+from sosp.scoring.passes import Options, Problem, Terms
 
 
 def ccp(problem: Problem, options: Options) -> Terms:

@@ -16,8 +16,7 @@ from sosp.graph.plan import compute_cost, compute_whole_cost
 from sosp.graph.records import Structures
 from sosp.scoring.criteria.filters import summed
 from sosp.scoring.example_gradients import count_channel_elements, squared_gradients
-from sosp.scoring.method import Options, Values
-from sosp.scoring.passes import Problem
+from sosp.scoring.passes import Options, Problem, Values
 
 
 def fisher(problem: Problem, options: Options) -> Values:

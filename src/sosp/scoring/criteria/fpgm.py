@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from sosp.scoring.criteria.filters import filters_of, summed
-from sosp.scoring.method import Options
-from sosp.scoring.passes import Problem
+from sosp.scoring.passes import Options, Problem
 
 
 def fpgm(problem: Problem, options: Options) -> Tensor:

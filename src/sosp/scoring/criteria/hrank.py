@@ -7,8 +7,7 @@ from torch import Tensor
 
 from sosp.scoring.criteria.filters import averaged
 from sosp.scoring.example_gradients import feature_means
-from sosp.scoring.method import Options, Values
-from sosp.scoring.passes import Problem
+from sosp.scoring.passes import Options, Problem, Values
 
 
 def hrank(problem: Problem, options: Options) -> Values:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sosp.scoring.criteria.filters import filters_of, summed
-from sosp.scoring.method import Options
-from sosp.scoring.passes import Problem, convert_to_double
+from sosp.scoring.passes import Options, Problem, convert_to_double
 
 
 def l1(problem: Problem, options: Options) -> Tensor:

@@ -35,8 +35,7 @@ from sosp.scoring.kronecker_factors import (
     measure_curvature,
     sum_outer_products,
 )
-from sosp.scoring.method import Options, Values
-from sosp.scoring.passes import Problem
+from sosp.scoring.passes import Options, Problem, Values
 
 BLOCK = 2**24  # elements of per-example gradients and patches at once
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from sosp.scoring.gauss_newton import gauss_newton
-from sosp.scoring.method import Options, Values
-from sosp.scoring.passes import Problem
+from sosp.scoring.passes import Options, Problem, Values
 
 DAMPING = 0.1  # of the mean of the diagonal: gates that stay may not move far
 BLOCK = 64  # removals after which the inverse is brought up to date, all at once

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from sosp.graph.records import Layer
 from sosp.scoring.criteria.filters import summed
-from sosp.scoring.method import Options
-from sosp.scoring.passes import Problem, convert_to_double
+from sosp.scoring.passes import Options, Problem, convert_to_double
 
 
 def slimming(problem: Problem, options: Options) -> Tensor:

@@ -7,8 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from sosp.scoring.derivatives import compute_weight_terms, gradient
-from sosp.scoring.method import Options
-from sosp.scoring.passes import Problem, Terms
+from sosp.scoring.passes import Options, Problem, Terms
 
 
 def snip(problem: Problem, options: Options) -> Terms:

@@ -8,8 +8,7 @@ from torch import Tensor
 from sosp.core.borrowed_model import find_device
 from sosp.scoring.derivatives import compute_weight_terms, full_hessian, gradient, hessian_vector
 from sosp.scoring.gauss_newton import gauss_newton
-from sosp.scoring.method import Options
-from sosp.scoring.passes import Problem, Terms
+from sosp.scoring.passes import Options, Problem, Terms
 
 
 def sosp_h(problem: Problem, options: Options) -> Terms:

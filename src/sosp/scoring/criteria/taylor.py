@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sosp.scoring.example_gradients import minibatch_gradients
-from sosp.scoring.method import Options, Values
-from sosp.scoring.passes import Problem
+from sosp.scoring.passes import Options, Problem, Values
 
 MINIBATCH = 64  # examples: the default of the authors' code
 

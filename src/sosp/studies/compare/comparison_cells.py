@@ -11,7 +11,7 @@ from pathlib import Path
 from sosp.core import distributed
 from sosp.errors import ArgumentError, check_choice, check_whole_number
 from sosp.graph.structures import Exclude
-from sosp.scoring.score import METHODS
+from sosp.scoring.methods import METHODS
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from sosp.data import Dataset
 from sosp.errors import DisconnectedError
 from sosp.pipeline import train
 from sosp.refit import repair
-from sosp.scoring.score import METHODS
+from sosp.scoring.methods import METHODS
 from sosp.studies.compare.comparison_cells import ComparisonCell, ComparisonPlan, ComparisonStore
 from sosp.studies.compare.ratio_pruning import RatioPruner, make_pruner
 from sosp.studies.pruning_task import PruningTask, prepare_task

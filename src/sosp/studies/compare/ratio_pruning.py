@@ -13,7 +13,7 @@ from sosp.graph.layout import LayoutStyle
 from sosp.graph.mask import Mask
 from sosp.graph.plan import Cost, Plan, compute_alternative_cost, count, plan_removal
 from sosp.graph.records import Saliency
-from sosp.scoring.score import METHODS
+from sosp.scoring.methods import METHODS
 from sosp.selection.select import select
 from sosp.studies.pruning_task import PruningTask
 from sosp.surgery.shrink import shrink

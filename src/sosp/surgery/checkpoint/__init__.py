@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from sosp.core.safetensors_files import describe_error, parse_path, prefix_errors, read_safetensors, write_safetensors
 from sosp.errors import ArgumentError, CheckpointError
 from sosp.graph.mask import Mask
-from sosp.surgery.checkpoint.model_record import Saved, encode_record
+from sosp.graph.recipe import collect_shapes
+from sosp.surgery.checkpoint.model_record import Saved, check_shapes, encode_record
 from sosp.surgery.checkpoint.model_state import (
     check_model,
     describe_tensor,
@@ -27,7 +28,6 @@ from sosp.surgery.checkpoint.model_state import (
     unwrap_model,
 )
 from sosp.surgery.checkpoint.reader import decode_record
-from sosp.surgery.checkpoint.recipe_shapes import check_shapes, collect_shapes
 
 
 def save(path: str | Path, small: nn.Module, mask: Mask | None = None) -> None:
@@ -131,4 +131,4 @@ def describe_model(model: nn.Module, state: dict[str, Tensor], mask: Mask | None
     )
 
 
-__all__ = ["Saved", "inspect", "load", "save", "collect_shapes"]
+__all__ = ["Saved", "inspect", "load", "save"]

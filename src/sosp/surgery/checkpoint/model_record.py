@@ -13,9 +13,7 @@ from torch import Tensor
 
 from sosp.errors import CheckpointError
 from sosp.graph.mask import Mask
-from sosp.graph.recipe import Recipe, ScatterIndex
-
-Shape = tuple[int, ...]
+from sosp.graph.recipe import Recipe, ScatterIndex, Shape, compute_new_shape
 
 INDEX = "sosp.index/"  # and a number: the names of the index tensors
 # How a tensor lies in memory, and the dimensions it has then. Anything else is "strided": its values count alone.
@@ -118,3 +116,28 @@ def _mask(mask: Mask, indices: IndexWriter) -> dict[str, Any]:
         "structures": mask.structures,
         "chosen": mask.chosen,
     }
+
+
+def check_shapes(saved: Saved) -> None:
+    """Raise CheckpointError unless the recipes turn the original shapes into the saved ones."""
+    names: dict[str, list[str]] = {name: [name] for name in saved.tensors}
+    for name, first in saved.aliases.items():
+        if first not in names or name in names:
+            raise CheckpointError(f"it says that {name!r} is {first!r} under another name, which it is not.")
+        names[first].append(name)
+    for name, stored in saved.tensors.items():
+        for known in names[name]:
+            if known not in saved.original:
+                raise CheckpointError(
+                    f"the model has {known!r}, which it did not have before it was shrunk. "
+                    "Add it to the original network before shrinking."
+                )
+        shape = saved.original[name]
+        for recipe in saved.recipes:
+            for known in names[name]:
+                shape = compute_new_shape(shape, recipe, known)
+        if shape != stored.shape:
+            raise CheckpointError(
+                f"{name!r} is {stored.shape}, but shrinking made it {shape}: it was changed afterwards. "
+                "Make the change to the original network before shrinking, or keep the state dict yourself."
+            )

@@ -14,9 +14,8 @@ from sosp.core.borrowed_model import refuse_uninitialised
 from sosp.core.layers import GateHook, InputHook, find_layer_type
 from sosp.errors import ArgumentError, CheckpointError, suggest_name
 from sosp.graph.mask import ZeroWeights
-from sosp.graph.recipe import Recipe, apply_recipe
-from sosp.surgery.checkpoint.model_record import DTYPES, INDEX, LAYOUTS, Saved, Shape, StoredTensor
-from sosp.surgery.checkpoint.recipe_shapes import collect_shapes, compute_new_shape
+from sosp.graph.recipe import Recipe, Shape, apply_recipe, collect_shapes, compute_new_shape
+from sosp.surgery.checkpoint.model_record import DTYPES, INDEX, LAYOUTS, Saved, StoredTensor
 
 # Nobody makes a network that much wider; a buffer that is not in the file may not grow by what the file says.
 GROWTH = 64

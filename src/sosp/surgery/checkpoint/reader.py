@@ -25,9 +25,9 @@ from sosp.core.json_checks import (
 )
 from sosp.errors import CheckpointError
 from sosp.graph.mask import Mask
-from sosp.graph.recipe import Recipe, ScatterIndex
+from sosp.graph.recipe import Recipe, ScatterIndex, Shape
 from sosp.graph.records import Layer
-from sosp.surgery.checkpoint.model_record import DTYPES, INDEX, LAYOUTS, Saved, Shape, StoredTensor
+from sosp.surgery.checkpoint.model_record import DTYPES, INDEX, LAYOUTS, Saved, StoredTensor
 
 AXES = {str(axis): axis for axis in range(8)}  # JSON has strings for keys
 AXIS: Check[int] = partial(check_integer, low=-8, high=7)
