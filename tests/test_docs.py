@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import pages
 import sosp
-from pages import NOTE, ROOT, RUN, SHOWN, Block, blocks
+from helpers import pages
+from helpers.pages import NOTE, ROOT, RUN, SHOWN, Block, blocks
 from sosp.app.cli import COMMANDS
 
 PAGES = pages.pages(["README.md", "CONTRIBUTING.md", "docs/**/*.md"])

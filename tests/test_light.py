@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import pages
 import sosp
-from pages import ROOT
+from helpers import pages
+from helpers.pages import ROOT
 
 PACKAGES = ["sosp", "sosp.baselines", "sosp.data", "sosp.studies", "sosp.training"]  # whose names are imported late
 DOORS = {

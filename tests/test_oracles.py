@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cases import EXAMPLES, Case, case, names, real_targets
+from networks import SCORED_EXAMPLES, Case, case, real_targets, to_score
 from oracles import correlation, counts, dense, differences, gauss_newton, losses, network, subsets
 from oracles.theta import structures, thetas, width
 from oracles.zeroed import zeroed
@@ -16,9 +16,9 @@ GATES = ["weights", "features"]
 SMOOTH = ["softplus", "layernorm", "conv1d", "attention", "linear-in-gates"]
 LOSSES = ["cross_entropy", "mse"]
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
-NORMED = [name for name in names() if any(case(name).layers.values())]
+NORMED = [name for name in to_score() if any(case(name).norms.values())]
 # Without a norm the two gates are the same thing.
-GATED = [(name, "weights") for name in names()] + [(name, "features") for name in NORMED]
+GATED = [(name, "weights") for name in to_score()] + [(name, "features") for name in NORMED]
 
 # Sums of at most 500 terms of size at most 100 in another order: 500 * 100 * 1.1e-16 = 5e-12.
 ROUNDING = {"rtol": 1e-10, "atol": 1e-11}
@@ -77,19 +77,19 @@ def with_parameters(model: nn.Module, parameters: dict[str, Tensor]) -> nn.Modul
 # --- the table of cases
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", to_score())
 def test_case_is_tiny_float64_and_in_eval_mode(name: str) -> None:
     c = case(name)
-    assert 6 <= len(structures(c.model, c.layers)) <= 30
+    assert 6 <= len(structures(c.model, c.norms)) <= 30
     assert sum(p.numel() for p in c.model.parameters()) < 600
     assert not any(m.training for m in c.model.modules())
     assert all(t.dtype == torch.float64 for t in [c.inputs, *c.model.parameters()])
-    assert run(c.model, c.inputs).shape == (EXAMPLES, int(c.targets.max()) + 1)
+    assert run(c.model, c.inputs).shape == (SCORED_EXAMPLES, int(c.targets.max()) + 1)
     assert c.targets.unique().numel() == c.model.get_submodule(c.output).out_features
-    assert c.output not in c.layers
+    assert c.output not in c.norms
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", to_score())
 def test_case_is_the_same_on_every_call_and_seeds_nothing(name: str) -> None:
     before = torch.get_rng_state()
     a, b = case(name), case(name)
@@ -100,7 +100,7 @@ def test_case_is_the_same_on_every_call_and_seeds_nothing(name: str) -> None:
     assert a.model is not b.model
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", to_score())
 def test_case_constants_are_away_from_their_defaults(name: str) -> None:
     for module in case(name).model.modules():
         if isinstance(module, (*NORMS, nn.LayerNorm)):
@@ -113,7 +113,7 @@ def test_case_constants_are_away_from_their_defaults(name: str) -> None:
             assert module.bias.abs().min() >= 0.2
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", to_score())
 def test_case_layers_run_in_order_each_straight_into_its_own_norm(name: str) -> None:
     c = case(name)
     calls: list[tuple[str, Tensor, Tensor]] = []
@@ -123,8 +123,8 @@ def test_case_layers_run_in_order_each_straight_into_its_own_norm(name: str) -> 
     run(c.model, c.inputs)
     order = list(dict.fromkeys(path for path, _, _ in calls))
     convs = [path for path in order if not isinstance(c.model.get_submodule(path), NORMS)]
-    assert convs == [*c.layers, c.output]
-    for layer, norm in c.layers.items():
+    assert convs == [*c.norms, c.output]
+    for layer, norm in c.norms.items():
         made = [y for path, _, y in calls if path == layer]
         read = [x for path, x, _ in calls if path == norm]
         assert norm is None or all(x is y for x, y in zip(read, made, strict=True))
@@ -133,7 +133,7 @@ def test_case_layers_run_in_order_each_straight_into_its_own_norm(name: str) -> 
 @pytest.mark.parametrize(("name", "gate"), GATED)
 def test_every_structure_of_a_case_moves_the_outputs(name: str, gate: str) -> None:
     c = case(name)
-    J = gauss_newton.products(c.model, thetas(c.model, c.layers, gate), c.inputs)
+    J = gauss_newton.products(c.model, thetas(c.model, c.norms, gate), c.inputs)
     moved = (J.abs() > 1e-6).any(1).sum(0)  # (S,) number of examples
     assert moved.min() >= 3
 
@@ -144,10 +144,10 @@ def test_every_structure_of_a_case_moves_the_outputs(name: str, gate: str) -> No
 @pytest.mark.parametrize(("name", "gate"), GATED)
 def test_scaling_theta_is_scaling_the_feature_map(name: str, gate: str) -> None:
     c = case(name)
-    theta = thetas(c.model, c.layers, gate)
+    theta = thetas(c.model, c.norms, gate)
     factors = torch.linspace(0.5, 1.7, len(theta), dtype=torch.float64)
     by_parameters = network.outputs(c.model, differences.shifted(c.model, theta, factors - 1), c.inputs)
-    by_hooks = run(scaled_by_hooks(c.model, c.layers, gate, factors), c.inputs)
+    by_hooks = run(scaled_by_hooks(c.model, c.norms, gate, factors), c.inputs)
     assert close(by_parameters, by_hooks)
     assert not close(by_parameters, run(c.model, c.inputs), {"rtol": 0, "atol": 1e-3})
 
@@ -155,8 +155,8 @@ def test_scaling_theta_is_scaling_the_feature_map(name: str, gate: str) -> None:
 @pytest.mark.parametrize(("name", "gate"), GATED)
 def test_each_parameter_belongs_to_at_most_one_structure(name: str, gate: str) -> None:
     c = case(name)
-    T = network.matrix(c.model, thetas(c.model, c.layers, gate))
-    owners = {(norm if gate == "features" and norm else layer) for layer, norm in c.layers.items()}
+    T = network.matrix(c.model, thetas(c.model, c.norms, gate))
+    owners = {(norm if gate == "features" and norm else layer) for layer, norm in c.norms.items()}
     whole = {path: p if path.rpartition(".")[0] in owners else 0 * p for path, p in c.model.named_parameters()}
     assert ((T != 0).sum(0) <= 1).all()
     assert torch.equal(T.sum(0), network.flat([p.detach() for p in whole.values()]))
@@ -166,11 +166,11 @@ def test_each_parameter_belongs_to_at_most_one_structure(name: str, gate: str) -
 def test_a_group_is_the_sum_of_its_structures(gate: str) -> None:
     c = case("concat")
     groups = [[("left", 0), ("right", 2), ("mix", 1)], [("left", 2)], [("mix", 0), ("mix", 4)]]
-    members = structures(c.model, c.layers)
+    members = structures(c.model, c.norms)
     G = torch.zeros(len(groups), len(members), dtype=torch.float64)
     for row, group in zip(G, groups, strict=True):
         row[[members.index(s) for s in group]] = 1
-    alone, together = thetas(c.model, c.layers, gate), thetas(c.model, c.layers, gate, groups)
+    alone, together = thetas(c.model, c.norms, gate), thetas(c.model, c.norms, gate, groups)
     data = (c.inputs, c.targets, "cross_entropy")
     assert torch.equal(network.matrix(c.model, together), G @ network.matrix(c.model, alone))
     assert close(dense.first(c.model, together, *data), G @ dense.first(c.model, alone, *data))
@@ -183,7 +183,7 @@ def test_a_group_is_the_sum_of_its_structures(gate: str) -> None:
 @pytest.mark.parametrize(("name", "gate"), GATED)
 def test_dense_first_is_the_difference_of_losses(name: str, gate: str) -> None:
     c = case(name)
-    theta = thetas(c.model, c.layers, gate)
+    theta = thetas(c.model, c.norms, gate)
     for loss in LOSSES:
         data = (c.inputs, targets_for(c, loss), loss)
         assert close(dense.first(c.model, theta, *data), differences.first(c.model, theta, *data), FIRST)
@@ -192,7 +192,7 @@ def test_dense_first_is_the_difference_of_losses(name: str, gate: str) -> None:
 @pytest.mark.parametrize(("name", "gate"), [(n, "weights") for n in SMOOTH] + [("conv1d", "features")])
 def test_dense_pairs_are_mixed_differences_of_losses(name: str, gate: str) -> None:
     c = case(name)
-    theta = thetas(c.model, c.layers, gate)
+    theta = thetas(c.model, c.norms, gate)
     data = (c.inputs, c.targets, "cross_entropy")
     assert close(dense.pairs(c.model, theta, *data), differences.pairs(c.model, theta, *data), SECOND)
     # The direction of the second term is the sum of S thetas: S^2 times the truncation error of one pair.
@@ -203,19 +203,19 @@ def test_dense_pairs_are_mixed_differences_of_losses(name: str, gate: str) -> No
 @pytest.mark.parametrize("loss", ["mse", log_cosh])
 def test_dense_pairs_are_mixed_differences_for_other_losses(loss: losses.Loss) -> None:
     c = case("softplus")
-    theta = thetas(c.model, c.layers, "weights")
+    theta = thetas(c.model, c.norms, "weights")
     data = (c.inputs, real_targets(c), loss)
     assert close(dense.pairs(c.model, theta, *data), differences.pairs(c.model, theta, *data), SECOND)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", to_score())
 def test_dense_hessian_is_the_difference_of_slopes(name: str) -> None:
     c = case(name)
     data = (c.inputs, c.targets, "cross_entropy")
     H = dense.hessian(c.model, *data)
     assert close(H, H.T)
     for gate in GATES if name in NORMED else ["weights"]:
-        theta = thetas(c.model, c.layers, gate)
+        theta = thetas(c.model, c.norms, gate)
         T = network.matrix(c.model, theta)
         assert close(T @ H @ T.T, differences.pairs_of_slopes(c.model, theta, *data), SLOPES)
 
@@ -223,7 +223,7 @@ def test_dense_hessian_is_the_difference_of_slopes(name: str) -> None:
 @pytest.mark.parametrize(("name", "gate"), [("shared", "weights"), ("conv1d", "weights"), ("conv1d", "features")])
 def test_second_is_the_row_sum_of_pairs(name: str, gate: str) -> None:
     c = case(name)
-    args = (c.model, thetas(c.model, c.layers, gate), c.inputs, c.targets, "cross_entropy")
+    args = (c.model, thetas(c.model, c.norms, gate), c.inputs, c.targets, "cross_entropy")
     P = dense.pairs(*args)
     assert close(P, P.T)
     assert close(dense.second(*args), P.sum(1))
@@ -232,7 +232,7 @@ def test_second_is_the_row_sum_of_pairs(name: str, gate: str) -> None:
 
 def test_unequal_batches_weighted_by_their_size_give_the_whole() -> None:
     c = case("mlp")
-    theta = thetas(c.model, c.layers, "weights")
+    theta = thetas(c.model, c.norms, "weights")
     for oracle in (dense.first, dense.pairs, dense.second, gauss_newton.pairs, gauss_newton.second):
         whole = oracle(c.model, theta, c.inputs, c.targets, "cross_entropy")
         a = oracle(c.model, theta, c.inputs[:8], c.targets[:8], "cross_entropy")
@@ -247,7 +247,7 @@ def test_oracles_read_a_float32_model_in_train_mode_and_leave_it_alone() -> None
     before = deepcopy(model.state_dict())
     args = (c.inputs.float(), c.targets, "cross_entropy")
     rounded = deepcopy(model).double().eval()
-    theta, expected = (thetas(m, c.layers, "features") for m in (model, rounded))
+    theta, expected = (thetas(m, c.norms, "features") for m in (model, rounded))
     for oracle in (dense.first, differences.first, gauss_newton.second):
         want = oracle(rounded, expected, c.inputs.float().double(), *args[1:])
         assert close(oracle(model, theta, *args), want)
@@ -262,14 +262,14 @@ def test_oracles_read_a_float32_model_in_train_mode_and_leave_it_alone() -> None
 @pytest.mark.parametrize(("name", "gate"), GATED)
 def test_gauss_newton_products_are_differences_of_outputs(name: str, gate: str) -> None:
     c = case(name)
-    args = (c.model, thetas(c.model, c.layers, gate), c.inputs)
+    args = (c.model, thetas(c.model, c.norms, gate), c.inputs)
     assert close(gauss_newton.products(*args), differences.products(*args), FIRST)
 
 
 @pytest.mark.parametrize("loss", [*LOSSES, log_cosh])
 def test_gauss_newton_is_exact_for_a_network_linear_in_its_gates(loss: losses.Loss) -> None:
     c = case("linear-in-gates")
-    theta = thetas(c.model, c.layers, "weights")
+    theta = thetas(c.model, c.norms, "weights")
     data = (c.inputs, c.targets if loss == "cross_entropy" else real_targets(c), loss)
     assert close(gauss_newton.pairs(c.model, theta, *data), dense.pairs(c.model, theta, *data))
 
@@ -278,7 +278,7 @@ def test_gauss_newton_is_exact_for_a_network_linear_in_its_gates(loss: losses.Lo
 def test_hessian_is_gauss_newton_plus_the_curvature_of_the_outputs(name: str) -> None:
     """``H = G + 1/N sum_nd (p_n - y_n)_d d^2 f_d(x_n)``: the rest is the Hessian of a loss linear in f."""
     c = case(name)
-    theta = thetas(c.model, c.layers, "features")
+    theta = thetas(c.model, c.norms, "features")
     f = run(c.model, c.inputs)
     slopes = f.softmax(1) - nn.functional.one_hot(c.targets, f.shape[1])
     rest = dense.pairs(c.model, theta, c.inputs, slopes, lambda f, slopes: (f * slopes).sum(1))
@@ -289,7 +289,7 @@ def test_hessian_is_gauss_newton_plus_the_curvature_of_the_outputs(name: str) ->
 
 def test_gauss_newton_is_positive_semidefinite_and_ignores_the_labels() -> None:
     c = case("residual")
-    theta = thetas(c.model, c.layers, "features")
+    theta = thetas(c.model, c.norms, "features")
     G = gauss_newton.pairs(c.model, theta, c.inputs, c.targets, "cross_entropy")
     assert torch.linalg.eigvalsh(G).min() > -1e-12  # rounding of a matrix of norm about 10
     assert torch.equal(G, gauss_newton.pairs(c.model, theta, c.inputs, c.targets.flip(0), "cross_entropy"))
@@ -313,16 +313,16 @@ def test_losses_and_their_curvatures_agree_with_torch(loss: str) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_output_correlations_are_gauss_newton(loss: str) -> None:
     c = case("mlp-nobias")
-    theta = thetas(c.model, c.layers, "weights")
+    theta = thetas(c.model, c.norms, "weights")
     data = (c.inputs, targets_for(c, loss), loss)
-    assert close(correlation.outputs(c.model, c.layers, c.inputs), gauss_newton.products(c.model, theta, c.inputs))
-    assert close(correlation.pairs(c.model, c.layers, *data), gauss_newton.pairs(c.model, theta, *data))
+    assert close(correlation.outputs(c.model, c.norms, c.inputs), gauss_newton.products(c.model, theta, c.inputs))
+    assert close(correlation.pairs(c.model, c.norms, *data), gauss_newton.pairs(c.model, theta, *data))
 
 
 def test_run_afresh_the_edited_network_agrees_in_the_last_hidden_layer_only() -> None:
     c = case("mlp-nobias")
-    fixed = correlation.outputs(c.model, c.layers, c.inputs)
-    fresh = correlation.literal_outputs(c.model, c.layers, c.inputs)
+    fixed = correlation.outputs(c.model, c.norms, c.inputs)
+    fresh = correlation.literal_outputs(c.model, c.norms, c.inputs)
     early = width(c.model.fc1)
     assert close(fixed[..., early:], fresh[..., early:])
     assert (fixed[..., :early] - fresh[..., :early]).abs().max() > 0.1
@@ -331,7 +331,7 @@ def test_run_afresh_the_edited_network_agrees_in_the_last_hidden_layer_only() ->
 def test_the_structures_of_one_layer_add_up_to_the_outputs() -> None:
     """Euler: f is homogeneous of degree one in each layer's weights, so ``sum_s phi(x) theta_s = f(x)``."""
     c = case("mlp-nobias")
-    J = gauss_newton.products(c.model, thetas(c.model, c.layers, "weights"), c.inputs)
+    J = gauss_newton.products(c.model, thetas(c.model, c.norms, "weights"), c.inputs)
     early = width(c.model.fc1)
     for part in (J[..., :early], J[..., early:]):
         assert close(part.sum(-1), run(c.model, c.inputs))
@@ -341,7 +341,7 @@ def test_the_structures_of_one_layer_add_up_to_the_outputs() -> None:
 def test_output_correlations_refuse_biases_and_norms(name: str) -> None:
     c = case(name)
     with pytest.raises(AssertionError, match="biases"):
-        correlation.outputs(c.model, c.layers, c.inputs)
+        correlation.outputs(c.model, c.norms, c.inputs)
 
 
 # --- subsets
@@ -415,32 +415,32 @@ def test_ties_go_to_the_lowest_index() -> None:
 
 def some_removed(c: Case) -> dict[str, list[int]]:
     """1, 2, 1, 2, ... channels per layer, not the same ones."""
-    widths = {layer: width(c.model.get_submodule(layer)) for layer in c.layers}
+    widths = {layer: width(c.model.get_submodule(layer)) for layer in c.norms}
     return {layer: [i % n, (i + 1) % n][: 1 + i % 2] for i, (layer, n) in enumerate(widths.items())}
 
 
 @pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", to_score())
 def test_zeroed_is_multiplying_the_removed_feature_maps_by_zero(name: str, train: bool) -> None:
     c = case(name)
     removed = some_removed(c)
     gone = [(layer, i) for layer, channels in removed.items() for i in channels]
-    kept = torch.tensor([float(s not in gone) for s in structures(c.model, c.layers)], dtype=torch.float64)
-    by_hand = zeroed(c.model, c.layers, removed).train(train)
-    by_hooks = scaled_by_hooks(c.model, c.layers, "features", kept).train(train)
+    kept = torch.tensor([float(s not in gone) for s in structures(c.model, c.norms)], dtype=torch.float64)
+    by_hand = zeroed(c.model, c.norms, removed).train(train)
+    by_hooks = scaled_by_hooks(c.model, c.norms, "features", kept).train(train)
     assert close(run(by_hand, c.inputs), run(by_hooks, c.inputs))
     assert not close(run(by_hand, c.inputs), run(deepcopy(c.model).train(train), c.inputs))
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", to_score())
 def test_zeroed_is_theta_without_the_removed_thetas(name: str) -> None:
     c = case(name)
     before = deepcopy(c.model.state_dict())
     removed = some_removed(c)
     gone = [(layer, i) for layer, channels in removed.items() for i in channels]
-    theta = thetas(c.model, c.layers, "features", [gone])
+    theta = thetas(c.model, c.norms, "features", [gone])
     expected = with_parameters(c.model, differences.shifted(c.model, theta, -torch.ones(1))).state_dict()
-    found = zeroed(c.model, c.layers, removed).state_dict()
+    found = zeroed(c.model, c.norms, removed).state_dict()
     assert all(torch.equal(expected[key], x) for key, x in found.items())
     assert all(torch.equal(before[key], x) for key, x in c.model.state_dict().items())
 
@@ -469,16 +469,16 @@ def test_a_filter_of_ones_on_ones_adds_up_to_its_macs(layer: nn.Module, shape: t
     assert counts.filter_macs(layer, positions) * width(layer) == total
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", to_score())
 def test_filters_add_up_to_the_parameters_of_their_layer(name: str) -> None:
     c = case(name)
-    for path in [*c.layers, c.output]:
+    for path in [*c.norms, c.output]:
         layer = c.model.get_submodule(path)
         assert counts.filter_parameters(layer) * width(layer) == sum(p.numel() for p in layer.parameters())
 
 
 def test_positions_by_hand() -> None:
-    found = {name: counts.positions(c.model, c.inputs) for name in names() for c in [case(name)]}
+    found = {name: counts.positions(c.model, c.inputs) for name in to_score() for c in [case(name)]}
     assert found["residual"] == {
         "conv1": 16,  # 4 x 4, padded
         "block1.conv1": 16,

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from networks import NETWORKS, images, network
 from torch import Tensor, nn
 
 import sosp
+from networks import NETWORKS, images, network
 
 SAMPLED = 10  # labels per example for SOSP-I where the network has too many outputs for all of them
 SEED = 0

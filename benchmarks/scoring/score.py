@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from lines import BIG, METHODS, SIZES, Sizes, make_setup
 from measure import measure
-from networks import NETWORKS
 from table import Section, facts_of, save, show
+
+from networks import NETWORKS
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from networks import names
 from page import page
+
+from networks import names
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results" / "coverage.jsonl"

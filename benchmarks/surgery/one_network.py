@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from networks import SEED, Network, build
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from networks import SEED, Network, build
 
 SHARE = 0.3  # of the filters
 QKV = (("qkv",), ("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin"))
