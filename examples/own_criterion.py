@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sosp
-from sosp.extend import Method, Problem, summed
+from sosp.extend import Method, Problem, sum_channels
 from sosp.studies import ComparisonPlan
 
 
@@ -31,7 +31,7 @@ def activity(problem: Problem, options: object) -> Tensor:
     finally:
         for hook in hooks:
             hook.remove()
-    return summed(problem.structures, [total[layer.name] for layer in layers])
+    return sum_channels(problem.structures, [total[layer.name] for layer in layers])
 
 
 def add(total: dict[str, Tensor], layer: sosp.Layer, output: Tensor) -> None:

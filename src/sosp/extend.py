@@ -7,7 +7,7 @@ sosp.extend.RULES[my_op] = rule        # (op, args, kwargs) -> the result for va
 
 from sosp.core.batches import Chunk
 from sosp.core.layers import LAYERS, LayerType
-from sosp.scoring.criteria.filters import averaged, filters_of, summed
+from sosp.scoring.criteria.filters import average_channels, flatten_filters, sum_channels
 from sosp.scoring.derivatives import full_hessian, gradient, hessian_vector
 from sosp.scoring.example_gradients import feature_means, gradient_products, minibatch_gradients, squared_gradients
 from sosp.scoring.gauss_newton import gauss_newton
@@ -19,7 +19,7 @@ __all__ = [
     # A criterion: (problem, options) -> Terms, Values or a tensor (S,)
     "METHODS", "Method", "Problem", "Chunk", "Options", "Terms", "Values",
     # from the weights alone
-    "filters_of", "summed", "averaged",
+    "flatten_filters", "sum_channels", "average_channels",
     # from derivatives of the mean loss
     "gradient", "hessian_vector", "full_hessian", "gauss_newton",
     # from every example or minibatch by itself

@@ -16,7 +16,7 @@ import sosp
 from networks import Case, case
 from oracles import kfac as oracle
 from sosp.baselines.eigenbasis_costs import choose_directions, rotate_weight
-from sosp.baselines.eigendamage import EigenbasisBottleneck, Eigendamaged, eigendamage, rebuild
+from sosp.baselines.eigendamage import EigenbasisBottleneck, Eigendamaged, eigendamage, rebuild_bottlenecks
 from sosp.errors import ArgumentError, CheckpointError, DataError, SospError, StructureError, SurgeryError
 from sosp.scoring.kronecker_factors import KroneckerFactors
 
@@ -254,7 +254,7 @@ def test_saved_and_rebuilt_from_the_original(name: str, tmp_path: Path) -> None:
     for p in fresh.parameters():
         p.data.normal_()
     before = {k: v.clone() for k, v in fresh.state_dict().items()}
-    again = rebuild(tmp_path / "small.safetensors", fresh)
+    again = rebuild_bottlenecks(tmp_path / "small.safetensors", fresh)
     assert list(again.state_dict()) == list(found.model.state_dict())
     assert all(torch.equal(v, found.model.state_dict()[k]) for k, v in again.state_dict().items())
     assert all(torch.equal(v, before[k]) for k, v in fresh.state_dict().items())
@@ -268,7 +268,7 @@ def test_a_shrunk_network_becomes_blocks_and_comes_back(tmp_path: Path) -> None:
     found = eigendamage(small, (c.inputs, c.targets), ratio=0.0, replace="all")
     check_same_function(found.model, small, c.inputs)
     sosp.save(tmp_path / "small.safetensors", found.model)
-    check_same_function(rebuild(tmp_path / "small.safetensors", small), small, c.inputs)
+    check_same_function(rebuild_bottlenecks(tmp_path / "small.safetensors", small), small, c.inputs)
 
 
 def test_a_part_called_core_is_no_bottleneck(tmp_path: Path) -> None:
@@ -280,10 +280,10 @@ def test_a_part_called_core_is_no_bottleneck(tmp_path: Path) -> None:
     found = eigendamage(build(), (x, torch.arange(6) % 2), ratio=0.0, replace="all")
     assert isinstance(found.model.part.inner["core"], EigenbasisBottleneck)
     sosp.save(tmp_path / "small.safetensors", found.model)
-    check_same_function(rebuild(tmp_path / "small.safetensors", build()), found.model, x)
+    check_same_function(rebuild_bottlenecks(tmp_path / "small.safetensors", build()), found.model, x)
     whole = build()
     sosp.save(tmp_path / "whole.safetensors", whole)
-    check_same_function(rebuild(tmp_path / "whole.safetensors", build()), whole, x)
+    check_same_function(rebuild_bottlenecks(tmp_path / "whole.safetensors", build()), whole, x)
 
 
 class Core(nn.Module):
@@ -301,7 +301,7 @@ class Core(nn.Module):
 def test_a_file_of_another_network_is_refused(wrong: str, tmp_path: Path) -> None:
     sosp.save(tmp_path / "small.safetensors", damaged(case("conv-bn"), 0.3).model)
     with pytest.raises(CheckpointError, match=r"small\.safetensors"):
-        rebuild(tmp_path / "small.safetensors", case(wrong).model)
+        rebuild_bottlenecks(tmp_path / "small.safetensors", case(wrong).model)
 
 
 def test_it_exports() -> None:

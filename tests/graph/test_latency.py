@@ -1,6 +1,5 @@
 """How long a call takes: the record, comparisons in turns, and a model that is left as it was."""
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import sosp
+import sosp.graph.latency as MODULE
 from helpers.unchanged import check_unchanged
 from networks import case
 from sosp.errors import ArgumentError, SospError
-
-MODULE: Any = sys.modules["sosp.graph.latency"]  # the package's name is that of the function
 
 
 class Noted(nn.Module):

@@ -30,7 +30,7 @@ import sosp
 from helpers.commands import call
 from sosp.core.layers import LAYERS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RUN = ("python", "sh")  # languages
 SHOWN = ("text", "toml", "bibtex", "json")  # not run, because there is nothing to run
 NOTES = ("given", "needs", "file", "not run")

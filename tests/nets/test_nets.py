@@ -29,9 +29,8 @@ from sosp.nets.imagenet import ImageNetResNet
 from sosp.nets.mobilenet import InvertedResidual, build_conv_unit
 from sosp.nets.residual import BasicBlock, Bottleneck, PadSkip, PlainBlock, build_projection
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
-WEIGHTS = Path(os.environ.get("SOSP_TEST_WEIGHTS", SHARED / "weights"))
-DATA = Path(os.environ.get("SOSP_TEST_DATA", SHARED / "data"))  # the unpacked folder is in it, or `unpack`
+WEIGHTS = Path(os.environ.get("SOSP_TEST_WEIGHTS", os.devnull))
+DATA = Path(os.environ.get("SOSP_TEST_DATA", os.devnull))  # the unpacked folder is in it, or `unpack`
 
 IMAGENET = ("resnet18", "resnet50", "mobilenet_v2")
 SKIPPING = ("resnet20", "resnet32", "resnet44", "resnet56", "resnet110", "resnet32x4", "digits_resnet")

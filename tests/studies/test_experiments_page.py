@@ -31,7 +31,7 @@ from sosp.studies.pages.result_rows import Stat, collect_rows, match_published
 from sosp.studies.pages.verdicts import find_deviations, judge_claims, judge_pairs, judge_seconds
 from sosp.studies.paper import Cell, CellRecord, Claim, Experiment, PrunedCell, PublishedRow, TimedCell, TrainedCell
 
-HERE = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parents[2]
 ORIGIN = {"commit": "c0ffee", "torch": "2.99", "hardware": "Some GPU", "begun": "today"}
 START = TrainedCell("resnet56", "cifar10")
 PLACE = ("resnet56", "cifar10")

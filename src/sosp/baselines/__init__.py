@@ -6,7 +6,7 @@ from sosp.core.lazy_imports import make_lazy_exports
 
 if TYPE_CHECKING:
     from sosp.baselines.amc_search import amc
-    from sosp.baselines.eigendamage import Eigendamaged, rebuild
+    from sosp.baselines.eigendamage import Eigendamaged, rebuild_bottlenecks
     from sosp.baselines.gal_training import gal
     from sosp.baselines.learned_result import Learned
     from sosp.baselines.slimming_training import Slimming
@@ -20,8 +20,8 @@ else:
             "sosp.baselines.gal_training": "gal",
             "sosp.baselines.amc_search": "amc",
             "sosp.baselines.learned_result": "Learned",
-            "sosp.baselines.eigendamage": "Eigendamaged rebuild",
+            "sosp.baselines.eigendamage": "Eigendamaged rebuild_bottlenecks",
         },
     )
 
-__all__ = ["Slimming", "variational", "gal", "amc", "Learned", "Eigendamaged", "rebuild"]
+__all__ = ["Slimming", "variational", "gal", "amc", "Learned", "Eigendamaged", "rebuild_bottlenecks"]

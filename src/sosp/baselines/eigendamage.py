@@ -191,7 +191,7 @@ def find_eigenbases(
     return Eigenbases(model, example, structures, rotated, kept)
 
 
-def rebuild(path: str | Path, model: nn.Module) -> nn.Module:
+def rebuild_bottlenecks(path: str | Path, model: nn.Module) -> nn.Module:
     """The network with bottlenecks that ``sosp.save`` wrote, from ``model`` as it was given to ``eigendamage``.
 
     The file is that of any network; which layers are bottlenecks, and how wide, is read off the shapes in it.

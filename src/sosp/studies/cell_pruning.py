@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sosp.baselines import amc
-from sosp.baselines.eigendamage import Eigenbases, find_eigenbases, rebuild
+from sosp.baselines.eigendamage import Eigenbases, find_eigenbases, rebuild_bottlenecks
 from sosp.core.text_files import read_json, write_json
 from sosp.errors import ArgumentError, SospError
 from sosp.graph.flow import Flow, follow_channels
@@ -64,7 +64,7 @@ class CellPruner:
             training_groups.delete_member_checkpoints(folder.parent, cell.name)
             self._make(cell, folder)
         kept = read_json(path)
-        back = rebuild if cell.method == "eigendamage" else load
+        back = rebuild_bottlenecks if cell.method == "eigendamage" else load
         return CellPruningResult(back(folder / NETWORK, self.model), kept["metrics"], kept["seconds"], kept["facts"])
 
     def _make(self, cell: PrunedCell, folder: Path) -> None:

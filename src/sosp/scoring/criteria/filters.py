@@ -13,7 +13,7 @@ from sosp.graph.records import Structures
 from sosp.scoring.passes import convert_to_double
 
 
-def filters_of(model: nn.Module, name: str) -> Tensor:
+def flatten_filters(model: nn.Module, name: str) -> Tensor:
     """(channels, weights of one filter) of a layer, in double precision; biases are left out."""
     module: Any = model.get_submodule(name)
     kind = find_layer_type(module)
@@ -26,13 +26,13 @@ def filters_of(model: nn.Module, name: str) -> Tensor:
     return weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1).flatten(1)
 
 
-def summed(structures: Structures, channels: Sequence[Tensor]) -> Tensor:
+def sum_channels(structures: Structures, channels: Sequence[Tensor]) -> Tensor:
     """(S,) the sum, over the channels of each structure, of one number per channel, (channels,) per layer."""
     together = torch.cat(list(channels))
     ids = torch.cat(structures.ids).to(together.device)
     return together.new_zeros(len(structures)).index_add_(0, ids[ids >= 0], together[ids >= 0])
 
 
-def averaged(structures: Structures, channels: Sequence[Tensor]) -> Tensor:
+def average_channels(structures: Structures, channels: Sequence[Tensor]) -> Tensor:
     """(S,) their mean."""
-    return summed(structures, channels) / summed(structures, [torch.ones_like(c) for c in channels])
+    return sum_channels(structures, channels) / sum_channels(structures, [torch.ones_like(c) for c in channels])

@@ -14,7 +14,7 @@ from sosp.core.batches import check_device
 from sosp.core.borrowed_model import find_device
 from sosp.graph.plan import compute_cost, compute_whole_cost
 from sosp.graph.records import Structures
-from sosp.scoring.criteria.filters import summed
+from sosp.scoring.criteria.filters import sum_channels
 from sosp.scoring.example_gradients import count_channel_elements, squared_gradients
 from sosp.scoring.passes import Options, Problem, Values
 
@@ -44,7 +44,7 @@ def group_fisher(problem: Problem, options: Options) -> Values:
         return _divide_by_size(problem, torch.ones(len(problem.structures)))  # refused there: the data is empty
     check_device(head, find_device(problem.model))
     layers, held = problem.structures.layers, count_channel_elements(problem, head.rows(0, 1))
-    sizes = summed(problem.structures, [torch.full((x.channels,), a) for x, a in zip(layers, held, strict=True)])
+    sizes = sum_channels(problem.structures, [torch.full((x.channels,), a) for x, a in zip(layers, held, strict=True)])
     return _divide_by_size(replace(problem, chunks=chain([head], chunks)), sizes)
 
 

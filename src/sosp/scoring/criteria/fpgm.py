@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sosp.scoring.criteria.filters import filters_of, summed
+from sosp.scoring.criteria.filters import flatten_filters, sum_channels
 from sosp.scoring.passes import Options, Problem
 
 
@@ -17,7 +17,9 @@ def fpgm(problem: Problem, options: Options) -> Tensor:
     Distances of different layers do not compare: layers are ranked one by one.
     """
     structures = problem.structures
-    return summed(structures, [_distances(filters_of(problem.model, layer.name)) for layer in structures.layers])
+    return sum_channels(
+        structures, [_distances(flatten_filters(problem.model, layer.name)) for layer in structures.layers]
+    )
 
 
 def _distances(W: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sosp.scoring.criteria.filters import averaged
+from sosp.scoring.criteria.filters import average_channels
 from sosp.scoring.example_gradients import feature_means
 from sosp.scoring.passes import Options, Problem, Values
 
@@ -20,7 +20,7 @@ def hrank(problem: Problem, options: Options) -> Values:
     maps with one axis; maps with three are laid out as (first, others). A structure of several channels has their mean.
     """
     count, means = feature_means(problem, _ranks)
-    return Values(averaged(problem.structures, means), count)
+    return Values(average_channels(problem.structures, means), count)
 
 
 def _ranks(maps: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sosp.scoring.criteria.filters import filters_of, summed
+from sosp.scoring.criteria.filters import flatten_filters, sum_channels
 from sosp.scoring.passes import Options, Problem, convert_to_double
 
 
@@ -25,5 +25,5 @@ def _norms(problem: Problem, p: float) -> Tensor:
     model, structures = problem.model, problem.structures
     if structures.kind == "weights":
         weights = [model.get_parameter(layer.name).detach() for layer in structures.layers]
-        return summed(structures, [convert_to_double(w).abs().flatten() for w in weights])
-    return summed(structures, [filters_of(model, layer.name).norm(p, dim=1) for layer in structures.layers])
+        return sum_channels(structures, [convert_to_double(w).abs().flatten() for w in weights])
+    return sum_channels(structures, [flatten_filters(model, layer.name).norm(p, dim=1) for layer in structures.layers])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sosp.graph.records import Layer
-from sosp.scoring.criteria.filters import summed
+from sosp.scoring.criteria.filters import sum_channels
 from sosp.scoring.passes import Options, Problem, convert_to_double
 
 
@@ -19,7 +19,7 @@ def slimming(problem: Problem, options: Options) -> Tensor:
     (github.com/Eric-mingjie/network-slimming). The paper trains with an L1 penalty on the scales first; without it
     they say little about a channel. A structure of several channels has the sum of its scales.
     """
-    return summed(problem.structures, [_scales(problem, layer) for layer in problem.structures.layers])
+    return sum_channels(problem.structures, [_scales(problem, layer) for layer in problem.structures.layers])
 
 
 def _scales(problem: Problem, layer: Layer) -> Tensor:
