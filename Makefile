@@ -8,26 +8,30 @@ JOBS   ?= 2
 STAMP  := $(VENV)/.installed-dev-demo-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all docs fuzz format install clean
+.PHONY: help demo test test-all check docs fuzz format install clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP)  ## train a small network on embedded data, remove half, fine-tune, compare (under a minute)
 	@echo "==> sosp demo"
 	@$(BIN)/sosp demo
 
-test: $(STAMP)  ## format check, lint, types, tests
+test: check  ## format check, lint, types, quick tests (under five minutes on two cores)
+	@echo "==> pytest, without slow tests"
+	@$(BIN)/python -m pytest -n auto -m 'not slow'
+
+test-all: check  ## the same with slow tests: long fuzzing, killed processes, the code of the pages, a browser
+	@echo "==> pytest"
+	@$(BIN)/python -m pytest -n auto
+
+check: $(STAMP)
 	@echo "==> ruff format --check"
 	@$(BIN)/ruff format --check .
 	@echo "==> ruff check"
 	@$(BIN)/ruff check .
 	@echo "==> mypy"
 	@$(BIN)/mypy
-	@echo "==> pytest"
-	@$(BIN)/python -m pytest -n auto
-
-test-all: test  ## the same (long tests are not separate yet)
 
 docs: $(STAMP)  ## build the documentation into site/, strictly and without a network
 	@echo "==> mkdocs build"
@@ -35,7 +39,7 @@ docs: $(STAMP)  ## build the documentation into site/, strictly and without a ne
 	@echo "site/index.html"
 
 fuzz: $(STAMP)  ## shrink N random networks and compare them with the masked ones (make fuzz N=10000 JOBS=2)
-	@OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py $(N) --jobs $(JOBS)
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/surgery/fuzz.py $(N) --jobs $(JOBS)
 
 format: $(STAMP)  ## rewrite the code as `make test` wants it
 	@$(BIN)/ruff format .

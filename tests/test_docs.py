@@ -29,6 +29,7 @@ REFERENCE = "".join((ROOT / page).read_text() for page in PAGES if page.startswi
 # --- blocks ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", sorted({b.page for b in RUNNING if not b.skipped}))
 def test_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -150,6 +151,7 @@ def test_tables_of_the_repair_are_those_of_its_record() -> None:
     assert [table for table in tables if table not in (ROOT / "docs/how/repair.md").read_text()] == []
 
 
+@pytest.mark.slow
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'sosp[docs]'")
     pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed: pip install 'sosp[docs]'")
@@ -171,6 +173,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
 # --- examples -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.name)
 def test_example(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -188,6 +191,7 @@ def test_three_examples() -> None:
     assert len(EXAMPLES) == 3
 
 
+@pytest.mark.slow
 def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of matplotlib's own parts

@@ -334,6 +334,7 @@ def test_a_dry_run_says_what_it_would_cost_and_writes_nothing(whole: Path, tmp_p
 # --- stopping -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_goes_on_to_the_same_end(tmp_path: Path) -> None:
     words = ["train", NET, *QUICK, "--epochs", "12", "--json"]
     command = [sys.executable, "-m", "sosp", *words, "--out", "stopped"]
@@ -361,6 +362,7 @@ def test_training_that_fails(tmp_path: Path) -> None:
     assert "is not finite" in (folder / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_several_processes_print_and_write_once(tmp_path: Path) -> None:
     """As torchrun starts them."""
     with socket.socket() as probe:

@@ -14,7 +14,10 @@ from helpers.commands import call
 from sosp.app.report.page import render_page
 
 CHROMIUM = find()
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (on Debian: apt-get install chromium)")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (on Debian: apt-get install chromium)"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -53,6 +53,7 @@ def terms() -> dict[str, list[Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_several_processes_score_as_one(world: int, tmp_path: Path) -> None:
     wanted = terms()
@@ -74,6 +75,7 @@ def too_few() -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_fewer_examples_than_processes(tmp_path: Path) -> None:
     """All refuse, instead of one that waits for the others."""
     for said in together(3, too_few, tmp_path):
@@ -113,6 +115,7 @@ def own() -> Any:
     return s.first, s.second
 
 
+@pytest.mark.slow
 def test_dict_batches_stay_whole(tmp_path: Path) -> None:
     wanted = own()
     for found in together(2, own, tmp_path):

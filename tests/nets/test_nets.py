@@ -35,7 +35,6 @@ DATA = Path(os.environ.get("SOSP_TEST_DATA", os.devnull))  # the unpacked folder
 IMAGENET = ("resnet18", "resnet50", "mobilenet_v2")
 SKIPPING = ("resnet20", "resnet32", "resnet44", "resnet56", "resnet110", "resnet32x4", "digits_resnet")
 EVERY = pytest.mark.parametrize("name", nets.NETS)
-FULL = pytest.mark.skipif(os.environ.get("SOSP_TEST_FULL") != "1", reason="slow: set SOSP_TEST_FULL=1")
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -133,7 +132,7 @@ def test_parameters_and_macs_with_the_other_skip(name: str) -> None:
     assert size(name, skip=skip) == tuple(wanted)
 
 
-@pytest.mark.parametrize("name", ["resnet56", *(pytest.param(n, marks=FULL) for n in nets.NETS)])
+@pytest.mark.parametrize("name", ["resnet56", *(pytest.param(n, marks=pytest.mark.slow) for n in nets.NETS)])
 def test_the_library_counts_the_same(name: str) -> None:
     found = sosp.count(empty(nets.NETS[name]), images(name, 1, pixels(name)).to("meta"))
     assert (found.params, found.macs) == SIZES[name]
@@ -242,7 +241,7 @@ def test_trained_weights_classify(cifar: tuple[Tensor, Tensor]) -> None:
     assert {name: right(name, x, y) for name in ("resnet20", "resnet56")} == {"resnet20": 455, "resnet56": 470}
 
 
-@FULL
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "expected"), [("resnet20", 9173), ("resnet56", 9339)])
 def test_trained_weights_classify_the_whole_test_set(cifar: tuple[Tensor, Tensor], name: str, expected: int) -> None:
     """One image where ResNet-56's two largest logits differ by 0.0005 may turn with the order of sums."""
@@ -345,7 +344,10 @@ ALONE: list[dict[str, float]] = [{"*": 1.5}, {"layer1": 2}, {"conv1": 1.7}, {"la
 @pytest.mark.parametrize(
     ("name", "factors"),
     [
-        *(pytest.param(name, m, id=name, marks=[FULL] if name in DEEPER else []) for name, m in WIDER.items()),
+        *(
+            pytest.param(name, m, id=name, marks=[pytest.mark.slow] if name in DEEPER else [])
+            for name, m in WIDER.items()
+        ),
         *(("digits_resnet", m) for m in ALONE),
     ],
 )
@@ -569,7 +571,7 @@ SHRUNK = {
 FULL_SIZE = {f"{name}, full size": make for name, make in nets.NETS.items()}
 
 
-@pytest.mark.parametrize("name", [*SHRUNK, *(pytest.param(name, marks=FULL) for name in FULL_SIZE)])
+@pytest.mark.parametrize("name", [*SHRUNK, *(pytest.param(name, marks=pytest.mark.slow) for name in FULL_SIZE)])
 def test_made_smaller(name: str) -> None:
     """`shrink` compares what it gives with the masked network in both modes, and refuses if they differ."""
     x = images(name.partition(",")[0], 4)

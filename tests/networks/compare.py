@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import sosp
 from networks.recipe import Case, Removal, run, tensors
+from sosp.graph.plan import Plan
 
 # The same sums of at most a few hundred terms with zeros left out: rounding of float64, 2e-16, times what batch
 # statistics of four examples amplify it by. float32 has 6e-8.
@@ -114,7 +115,7 @@ def _floats(model: nn.Module) -> dict[str, Tensor]:
     return {name: t for name, t in found.items() if t.is_floating_point()}
 
 
-def origins(c: Case, mask: sosp.Mask) -> dict[str, Tensor]:
+def origins(c: Case, mask: sosp.Mask | Plan) -> dict[str, Tensor]:
     """For each float tensor of the shrunk model: the flat index in the original's tensor of that name, per element.
 
     -1 where an element is no copy. Shrinking two copies numbered in two ways tells copies from coincidences.

@@ -490,6 +490,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CellRecord]:
     return run_two(tmp_path_factory.mktemp("whole"), Watch())
 
 
+@pytest.mark.slow
 def test_killed_it_goes_on_where_it_was(whole: dict[str, CellRecord], tmp_path: Path) -> None:
     """First in an epoch of the fine-tuning, by a signal that nothing can catch; then between the records of a group."""
     died = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=300)

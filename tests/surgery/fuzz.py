@@ -1,4 +1,4 @@
-"""Run the fuzz test over many seeds in several processes: ``python tests/fuzz.py 10000 --start 300 --jobs 2``."""
+"""Run the fuzz test over many seeds in several processes: ``make fuzz N=10000 JOBS=2``."""
 
 import argparse
 import multiprocessing

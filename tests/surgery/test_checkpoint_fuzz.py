@@ -178,6 +178,7 @@ def check_forged(target: Target, document: Any, tensors: dict[str, Tensor]) -> N
         assert set(mine.values()) == set(theirs.values())
 
 
+@pytest.mark.slow
 @fuzz(900)
 @given(seed=SEEDS)
 def test_forged_descriptions(target: Target, seed: int) -> None:

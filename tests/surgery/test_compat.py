@@ -115,6 +115,7 @@ def test_compile_in_one_graph(name: str, training: bool, fresh_compiler: None) -
     assert all_apart(outputs(compiled, x, training), wanted) < SAME
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's own, of its own parts
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_compile_to_machine_code(fresh_compiler: None) -> None:

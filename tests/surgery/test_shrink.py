@@ -1,12 +1,13 @@
 """Smaller networks that compute what the masked ones compute: outputs, statistics, gradients, and really smaller."""
 
-from typing import Any
+from copy import deepcopy
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import sosp
+from helpers.unchanged import check_unchanged
 from networks import case, to_shrink
 from networks.compare import (
     EXACT,
@@ -15,16 +16,14 @@ from networks.compare import (
     check_both_modes,
     check_close,
     loss_of,
-    mask_of,
     one_layer,
-    origins,
     outputs,
     parameters,
-    some_channels,
     width_in,
     width_out,
 )
-from networks.recipe import Case, Removal, cast
+from networks.recipe import Case, cast
+from networks.shrunk import Shrunk, cut, original, shrink_both_ways, shrunk
 from oracles.removed import removed as without
 from oracles.removed import zero_inputs
 
@@ -34,16 +33,12 @@ EVERY = pytest.mark.parametrize("name", to_shrink())
 # --- the same numbers
 
 
-def check_same(c: Case, removed: Removal) -> None:
-    """Shrunk and masked agree in every number, and the model that was given is as it was."""
-    mask = mask_of(c.model, removed, c)
-    before = state(c.model)
-    small = sosp.shrink(c.model, mask, c.example)
-    assert changed(c.model, before) == []
-    check_names(small, c.model)
-    masked = sosp.masked(c.model, mask)
-    check_close(outputs(small, c.example), outputs(masked, c.example), "eval mode")
-    check_training(small, masked, c, origins(c, mask))
+def check_same(s: Shrunk) -> None:
+    """Shrunk and masked agree in every number."""
+    small, masked = s.copies()
+    check_names(small, s.case.model)
+    check_close(outputs(small, s.case.example), outputs(masked, s.case.example), "eval mode")
+    check_training(small, masked, s.case, s.source)
 
 
 def check_names(small: nn.Module, model: nn.Module) -> None:
@@ -98,72 +93,40 @@ def check_copies(what: str, mine: Tensor | None, theirs: Tensor, source: Tensor 
     return left
 
 
-def state(model: nn.Module) -> dict[str, Any]:
-    """Everything about a model that must not change."""
-    return {
-        "numbers": {n: t.clone() for n, t in model.state_dict().items()},
-        "modules": {n: id(m) for n, m in model.named_modules()},
-        "tensors": {n: id(t) for n, t in [*model.named_parameters(), *model.named_buffers()]},
-        "wishes": {n: p.requires_grad for n, p in model.named_parameters()},
-        "gradients": {n: p.grad for n, p in model.named_parameters()},
-        "modes": {n: m.training for n, m in model.named_modules()},
-        "hooks": {n: (list(m._forward_hooks), list(m._forward_pre_hooks)) for n, m in model.named_modules()},
-        "chance": torch.get_rng_state(),
-    }
-
-
-def changed(model: nn.Module, before: dict[str, Any]) -> list[str]:
-    now = state(model)
-    numbers = now.pop("numbers"), before["numbers"]
-    same = numbers[0].keys() == numbers[1].keys() and all(torch.equal(numbers[0][n], t) for n, t in numbers[1].items())
-    chance = torch.equal(now.pop("chance"), before["chance"])
-    return [n for n in now if now[n] != before[n]] + ["numbers"] * (not same) + ["chance"] * (not chance)
-
-
-@pytest.mark.parametrize("share", [0.3, 0.7])
-@EVERY
-def test_shrunk_computes_what_masked_computes(name: str, share: float) -> None:
-    c = case(name)
-    check_same(c, some_channels(c, share))
+SHARES = (0.3, 0.7)
 
 
 @EVERY
-def test_with_one_layer_pruned(name: str) -> None:
-    c = case(name)
-    check_same(c, one_layer(c))
+def test_shrunk_computes_what_masked_computes(name: str) -> None:
+    for share in SHARES:
+        check_same(shrunk(name, share))
+    check_same(shrink_both_ways(name, one_layer(original(name))))
+    for layer in original(name).whole:
+        width = width_out(original(name).model.get_submodule(layer))
+        check_same(shrink_both_ways(name, {layer: list(range(width))}))
 
 
-@pytest.mark.parametrize("name", [n for n in to_shrink() if case(n).whole])
-def test_with_a_whole_layer_removed(name: str) -> None:
-    for layer in case(name).whole:
-        c = case(name)
-        check_same(c, {layer: list(range(width_out(c.model.get_submodule(layer))))})
+@EVERY
+def test_masked_is_what_the_oracle_says_removal_means(name: str) -> None:
+    for share in SHARES:
+        s, c = shrunk(name, share), case(name)
+        check_both_modes(s.copies()[1], without(c.model, c.example, s.removed, c.layers), c.example)
 
 
 @EVERY
 def test_with_an_empty_mask_nothing_changes(name: str) -> None:
     c = case(name)
-    small = sosp.shrink(c.model, mask_of(c.model, {}, c), c.example)
+    small = cut(name, {})
     assert {n: t.shape for n, t in small.state_dict().items()} == {n: t.shape for n, t in c.model.state_dict().items()}
     assert all(map(torch.equal, outputs(small, c.example), outputs(c.model, c.example)))
 
 
 @EVERY
 def test_in_single_precision(name: str) -> None:
-    c = case(name)
+    c, mask = case(name), shrunk(name, 0.3).mask
     model, example = c.model.float(), cast(c.example, torch.float32)
-    mask = mask_of(case(name).model, some_channels(c, 0.3), case(name))
     small, masked = sosp.shrink(model, mask, example), sosp.masked(model, mask)
     check_both_modes(small, masked, example, SINGLE)
-
-
-@pytest.mark.parametrize("share", [0.3, 0.7])
-@EVERY
-def test_masked_is_what_the_oracle_says_removal_means(name: str, share: float) -> None:
-    c = case(name)
-    removed = some_channels(c, share)
-    masked = sosp.masked(c.model, mask_of(c.model, removed, c))
-    check_both_modes(masked, without(c.model, c.example, removed, c.layers), c.example)
 
 
 def test_modes_and_hooks_of_the_given_model_stay_and_the_copy_has_them_too() -> None:
@@ -173,11 +136,11 @@ def test_modes_and_hooks_of_the_given_model_stay_and_the_copy_has_them_too() -> 
     c.model.layer1.eval()
     c.model.layer2[0].register_forward_hook(lambda m, a, o: seen.append("layer2.0"))
     c.model.fc.weight.requires_grad_(False)
-    before = state(c.model)
-    small = sosp.shrink(c.model, mask_of(case("resnet").model, some_channels(c, 0.3), c), c.example)
-    assert changed(c.model, before) == []
+    wishes = {n: p.requires_grad for n, p in c.model.named_parameters()}
+    with check_unchanged(c.model):
+        small = sosp.shrink(c.model, shrunk("resnet", 0.3).mask, c.example)
     check_names(small, c.model)
-    assert {n: p.requires_grad for n, p in small.named_parameters()} == before["wishes"]
+    assert {n: p.requires_grad for n, p in small.named_parameters()} == wishes
     seen.clear()
     outputs(small, c.example)
     assert seen == ["layer2.0"]
@@ -188,10 +151,10 @@ def test_modes_and_hooks_of_the_given_model_stay_and_the_copy_has_them_too() -> 
 
 @EVERY
 def test_layers_lose_the_rows_of_a_mask_on_them(name: str) -> None:
-    c = case(name)
+    c = original(name)
     wrong = {}
     for layer in (n for n in c.layers if n in c.shrinks):
-        small = sosp.shrink(c.model, mask_of(c.model, {layer: c.by[layer]}, c), c.example)
+        small = cut(name, {layer: c.by[layer]})
         lost = width_out(c.model.get_submodule(layer)) - width_out(small.get_submodule(layer))
         if lost < len(c.by[layer]):  # more, where others have no use without them
             wrong[layer] = f"lost {lost} rows of {c.by[layer]}"
@@ -199,25 +162,15 @@ def test_layers_lose_the_rows_of_a_mask_on_them(name: str) -> None:
 
 
 @EVERY
-def test_consumers_lose_the_columns_that_are_always_zero(name: str) -> None:
-    c = case(name)
-    wrong = []
+def test_layers_lose_what_is_zero_and_what_nothing_reads(name: str) -> None:
+    c = original(name)
     for consumer, removed in c.narrows:
-        small = sosp.shrink(c.model, mask_of(c.model, removed, c), c.example)
-        lost = width_in(c.model.get_submodule(consumer)) - width_in(small.get_submodule(consumer))
-        zeros = zero_inputs(c.model, c.example, removed, c.layers)
+        lost = width_in(c.model.get_submodule(consumer)) - width_in(cut(name, removed).get_submodule(consumer))
+        zeros = zero_inputs(deepcopy(c.model), c.example, removed, c.layers)
         wanted = int(zeros[consumer].sum()) if consumer in zeros else max(map(len, removed.values()))
-        if lost != wanted:
-            wrong.append(f"{consumer} lost {lost} of {wanted} columns without {removed}")
-    assert wrong == []
-
-
-@pytest.mark.parametrize("name", [n for n in to_shrink() if case(n).frees])
-def test_layers_lose_rows_that_nothing_reads_any_more(name: str) -> None:
-    c = case(name)
+        assert lost == wanted, (consumer, removed)
     for layer, removed in c.frees:
-        small = sosp.shrink(c.model, mask_of(c.model, removed, c), c.example)
-        assert width_out(small.get_submodule(layer)) < width_out(c.model.get_submodule(layer)), (layer, removed)
+        assert width_out(cut(name, removed).get_submodule(layer)) < width_out(c.model.get_submodule(layer)), layer
 
 
 class ByHand(nn.Module):

@@ -16,7 +16,6 @@ from networks.compare import (
     channels_left,
     check_both_modes,
     mask_of,
-    origins,
     outputs,
     parameters,
     some_channels,
@@ -24,6 +23,7 @@ from networks.compare import (
     width_out,
 )
 from networks.recipe import Case, Removal
+from networks.shrunk import Shrunk, cut, original, shrink_both_ways, shrunk
 
 EVERY = pytest.mark.parametrize("name", to_shrink())
 WITH_BLOCKS = [
@@ -48,27 +48,24 @@ COUPLED = ["resnet", "resnet-preact", "densenet", "inverted-residual", "mobilene
 # --- again
 
 
-def left_of(c: Case, small: nn.Module, mask: sosp.Mask, removed: Removal) -> Removal:
+def left_of(s: Shrunk, removed: Removal) -> Removal:
     """Channels of the original as channels of the shrunk model; those that are gone already are left out."""
-    source = origins(c, mask)
     translated = {}
     for layer, gone in removed.items():
-        left = channels_left(c, layer, source)
+        left = channels_left(s.case, layer, s.source)
         translated[layer] = [left.index(i) for i in gone if i in left]
     return {layer: gone for layer, gone in translated.items() if gone}
 
 
 @EVERY
 def test_shrunk_twice_is_shrunk_once_with_the_union(name: str) -> None:
-    c = case(name)
-    first, second = some_channels(c, 0.3, seed=2), some_channels(c, 0.3, seed=7)
+    s = shrunk(name, 0.3)
+    c, first, second = s.case, s.removed, some_channels(s.case, 0.3, seed=7)
     both = union(first, second)
     whole = {n for n, gone in both.items() if len(gone) == width_out(c.model.get_submodule(n))}
     second = {n: gone for n, gone in second.items() if n not in whole}
-    mask = mask_of(c.model, first, c)
-    small = sosp.shrink(c.model, mask, c.example)
-    again = sosp.shrink(small, mask_of(small, left_of(c, small, mask, second), c), c.example)
-    once = sosp.shrink(c.model, mask_of(c.model, union(first, second), c), c.example)
+    again = sosp.shrink(s.small, mask_of(s.small, left_of(s, second), c), c.example)
+    once = cut(name, union(first, second))
     assert {n: t.shape for n, t in again.state_dict().items()} == {n: t.shape for n, t in once.state_dict().items()}
     check_both_modes(again, once, c.example)
 
@@ -76,21 +73,20 @@ def test_shrunk_twice_is_shrunk_once_with_the_union(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in to_shrink() if case(n).whole])
 def test_shrunk_again_where_a_layer_is_gone(name: str) -> None:
     """The zeros that are left of it hold nothing back but what they are added to."""
-    for layer in case(name).whole:
-        c = case(name)
-        first = {layer: list(range(width_out(c.model.get_submodule(layer))))}
-        mask = mask_of(c.model, first, c)
-        small = sosp.shrink(c.model, mask, c.example)
+    for layer in original(name).whole:
+        first = {layer: list(range(width_out(original(name).model.get_submodule(layer))))}
+        s = shrink_both_ways(name, first)
+        c, small = s.case, s.small
         needed = used(small, c)
         second = {n: gone for n, gone in some_channels(c, 0.4, seed=3).items() if n in needed}
-        later = left_of(c, small, mask, second)
+        later = left_of(s, second)
         if not later or (alive(small) & set(c.layers)) - needed:
             continue  # what is computed for nothing is refused, by name
         masked = mask_of(small, later, c)
         again = sosp.shrink(small, masked, c.example)
         check_both_modes(deepcopy(again), sosp.masked(small, masked), c.example)
         if (name, layer) != ("resnet-preact", "blocks.0.conv2"):  # a norm of the sum knows of no zeros in it
-            once = sosp.shrink(c.model, mask_of(c.model, first | second, c), c.example)
+            once = cut(name, first | second)
             check_both_modes(again, once, c.example)
             shapes = [{n: t.shape for n, t in found.state_dict().items()} for found in (again, once)]
             assert shapes[0] == shapes[1], layer
@@ -116,13 +112,11 @@ def scores(model: nn.Module, c: Case) -> sosp.Saliency:
 
 @pytest.mark.parametrize("name", AGAIN)
 def test_a_shrunk_model_has_the_scores_of_the_masked_one_and_can_be_pruned_again(name: str) -> None:
-    c = case(name)
-    removed = some_channels(c, 0.3)
-    mask = mask_of(c.model, removed, c)
-    small, source = sosp.shrink(c.model, mask, c.example), origins(c, mask)
-    mine, theirs = scores(small, c), scores(sosp.masked(c.model, mask), c)
+    s = shrunk(name, 0.3)
+    c, (small, masked) = s.case, s.copies()
+    mine, theirs = scores(small, c), scores(masked, c)
     ids = {layer.name: ids for layer, ids in zip(theirs.structures.layers, theirs.structures.ids, strict=True)}
-    kept = torch.cat([ids[layer.name][channels_left(c, layer.name, source)] for layer in mine.structures.layers])
+    kept = torch.cat([ids[layer.name][channels_left(c, layer.name, s.source)] for layer in mine.structures.layers])
     assert apart(mine.first, theirs.first[kept]) < EXACT
     assert apart(mine.second, theirs.second[kept]) < EXACT
     again = sosp.select(mine, ratio=0.3, cap=0.6)

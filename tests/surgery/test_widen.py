@@ -379,13 +379,13 @@ def test_an_output_layer_named_beside_others() -> None:
 
 def test_a_stream_with_a_layer_norm() -> None:
     model, x = net("layernorm")
-    check_refused(model, x, {"fc1": 2}, StructureError, "'fc1'", "layer_norm", "cases.py:")
+    check_refused(model, x, {"fc1": 2}, StructureError, "'fc1'", "layer_norm", "scored.py:")
 
 
 def test_attention_with_heads_of_a_fixed_size() -> None:
     model, x = net("attention")
     for factor in (2, 1.5, 1.3):
-        check_refused(model, x, {"q": factor}, SurgeryError, "unflatten at cases.py:", "widths it has")
+        check_refused(model, x, {"q": factor}, SurgeryError, "unflatten at scored.py:", "widths it has")
 
 
 @pytest.mark.parametrize("init", ["copy", "random"])

@@ -18,6 +18,8 @@ WORLDS = (2, 3)
 # float64: 12 steps that add up some hundred numbers in another order, each off by 1e-16 of sums near 10.
 EXACT = 1e-11
 
+pytestmark = pytest.mark.slow  # they start processes
+
 
 def run_worker(folder: Path) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}

@@ -91,6 +91,7 @@ def checkpoint(step: int) -> str:
 # --- killed ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_killed_twenty_times_at_random_moments(tmp_path: Path) -> None:
     """``kill -9``: two networks side by side, one with dropout, a shuffling loader, moving averages."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
