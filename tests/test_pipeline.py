@@ -399,7 +399,7 @@ def test_inference_mode(model: Net) -> None:
         ({"ratio": 1.5}, ArgumentError, "ratio=1.5"),
         ({"params": 0}, ArgumentError, "params=0"),
         ({"macs": "half"}, ArgumentError, "macs='half'"),
-        ({"ratio": 1.0}, DisconnectedError, "cuts the network"),
+        ({"ratio": 1.0}, DisconnectedError, "disconnects the network"),
         ({"cap": 1.5}, ArgumentError, "cap=1.5"),
         ({"cap": "most", "repair": True, "rounds": 2}, ArgumentError, "cap='most'"),
         ({"scope": "layers"}, ArgumentError, "scope='layers'"),
@@ -409,7 +409,7 @@ def test_inference_mode(model: Net) -> None:
         ({"exclude": ["stm"]}, StructureError, "Did you mean 'stem'?"),
         ({"exclude": ["*"]}, StructureError, "no prunable structure"),
         ({"examples": 0}, ArgumentError, "examples=0"),
-        ({"params": 0.01}, DisconnectedError, "cuts the network"),
+        ({"params": 0.01}, DisconnectedError, "disconnects the network"),
         ({"params": 3}, ArgumentError, "params=3 cannot be met"),  # the biases of the output are left
     ],
 )

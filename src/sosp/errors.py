@@ -76,7 +76,7 @@ def check_choice(what: str, found: object, known: Iterable[str]) -> None:
 def check_whole_number(what: str, found: object, least: int = 1) -> int:
     """Refuse what is no whole number, or too small."""
     if not is_whole(found) or found < least:
-        raise ArgumentError(f"{what}={found!r} must be a whole number, {least} at least.")
+        raise ArgumentError(f"{what}={found!r} must be a whole number, at least {least}.")
     return int(found)
 
 

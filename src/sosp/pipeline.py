@@ -107,7 +107,7 @@ def prune(
         outputs = loss if isinstance(loss, str) else "mse"  # nothing is known of what a loss of their own makes of them
         return prune_and_repair(model, data, example, choice, scored, rounds, outputs=outputs)
     if rounds > 1:
-        raise ArgumentError(f"rounds={rounds} is for repair=True: between two cuts the network is repaired.")
+        raise ArgumentError(f"rounds={rounds} needs repair=True: the network is repaired between the rounds.")
     return select_and_shrink(model, scored(model), example, choice)
 
 

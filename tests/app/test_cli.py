@@ -280,7 +280,7 @@ def test_count() -> None:
 
 def test_count_needs_to_know_the_input(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from torch import nn\ndef make():\n    return nn.Linear(3, 2)\n")
-    assert "takes: say it (input 3x32x32)" in refusal("count", f"{tmp_path}/mine.py:make")
+    assert "is not known: give it (input 3x32x32)" in refusal("count", f"{tmp_path}/mine.py:make")
     (facts,) = lines("count", f"{tmp_path}/mine.py:make", "--input", "3")
     assert (facts["params"], facts["macs"]) == (8, 6)
 
@@ -294,7 +294,7 @@ def test_flow() -> None:
 
 def test_data(tmp_path: Path) -> None:
     found = call("data", str(tmp_path)).stdout
-    assert found.startswith("cifar10: absent\n  get cifar-10-python.tar.gz from https://")
+    assert found.startswith("cifar10: absent\n  download cifar-10-python.tar.gz from https://")
     states = {line["name"]: line["state"] for line in lines("data", str(tmp_path))}
     assert states == {"cifar10": "absent", "cifar100": "absent", "imagenet": "absent", "imagenette": "absent"}
 

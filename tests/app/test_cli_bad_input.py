@@ -124,7 +124,7 @@ def test_a_bug_that_is_not_the_users_keeps_its_traceback(here: Path, monkeypatch
 
 def test_a_missing_folder(here: Path) -> None:
     words = ("train", "sosp:resnet20", "--data", "cifar10")
-    assert "is read from files: say where they are" in refusal(*words)
+    assert "is read from files: give their folder" in refusal(*words)
     assert "there is no folder nowhere" in refusal(*words, "--data-dir", "nowhere").replace(f"{here}/", "")
     assert "there is no folder" in refusal("data", "nowhere")
 
@@ -133,7 +133,7 @@ def test_a_folder_that_is_half_unpacked(here: Path) -> None:
     (here / "cifar-10-batches-py").mkdir()
     (here / "cifar-10-batches-py" / "data_batch_1").write_bytes(b"")
     words = ("train", "sosp:resnet20", "--data", "cifar10", "--data-dir", ".")
-    assert "holds only a part of CIFAR-10; missing: " in refusal(*words)
+    assert "contains only a part of CIFAR-10; missing: " in refusal(*words)
     found = {line["name"]: line["state"] for line in lines("data", ".")}
     assert found["cifar10"] == "incomplete"
 
@@ -179,7 +179,7 @@ def test_data_of_ones_own_needs_a_schedule(here: Path) -> None:
 def test_a_checkpoint_of_another_network(here: Path) -> None:
     torch.save(sosp.nets.make("resnet20", width=0.25).state_dict(), here / "r20.pth")
     words = ("prune", NET, *DIGITS, "--weights")
-    assert "r20.pth: these are the weights of another network" in refusal(*words, "r20.pth")
+    assert "r20.pth: these weights are not for this" in refusal(*words, "r20.pth")
     sosp.save(here / "r20.safetensors", sosp.nets.make("resnet20", width=0.25))
     assert "r20.safetensors: the model " in refusal(*words, "r20.safetensors")
     assert "nowhere.pth: there is no such file" in refusal(*words, "nowhere.pth")
@@ -307,7 +307,7 @@ def test_sections_that_cannot_work_are_refused_before_anything_is_trained(
 @pytest.mark.parametrize("objective", ["joint", "order", "structure", "signed"])
 def test_an_objective_for_a_ranking_is_refused(objective: str) -> None:
     words = ("prune", NET, *DIGITS, "--width", "0.25", "--method", "magnitude-l1", "--objective", objective)
-    assert "gives a ranking of its own" in refusal(*words, begun=True)
+    assert "has its own ranking" in refusal(*words, begun=True)
 
 
 def test_a_budget_that_would_cut_the_network_in_two() -> None:

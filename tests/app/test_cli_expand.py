@@ -139,7 +139,7 @@ def test_widths_that_the_code_fixes_are_refused_before_any_work(here: Path) -> N
     said = call("expand", "padded.py:make", "--data", "small.py:make", *QUICK, "--out", "run")
     assert said.exit_code == 2
     assert "'layer2.0.conv2', 'layer3.0.conv2' cannot be widened: the width is fixed." in said.stderr
-    assert "zeros that pad others" in said.stderr
+    assert "zeros that pad other channels" in said.stderr
     assert not (here / "run").exists()
 
 

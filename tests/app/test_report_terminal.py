@@ -101,7 +101,7 @@ def test_a_complaint_is_one_line_unless_it_is_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (
-        "the mask removes every channel of 'layer3.0.conv2', 'layer3.0.downsample.0', which cuts the network in two."
+        "the mask removes every channel of 'layer3.0.conv2', 'layer3.0.downsample.0', which disconnects the network."
     )
     Screen(as_json=False).warn(words)
     assert capsys.readouterr().err == f"sosp: {words}\n"
@@ -111,4 +111,4 @@ def test_a_complaint_is_one_line_unless_it_is_on_a_terminal(
     Screen(as_json=False).warn(words)
     first, second = capsys.readouterr().err.splitlines()
     assert first == "sosp: the mask removes every channel of 'layer3.0.conv2',"
-    assert second == "    'layer3.0.downsample.0', which cuts the network in two."
+    assert second == "    'layer3.0.downsample.0', which disconnects the network."

@@ -55,7 +55,7 @@ def test_a_strength_that_is_none(value: str) -> None:
 def test_a_network_without_batch_norms_is_refused_before_anything_is_done(tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(BARE)
     words = ["train", f"{tmp_path}/nets.py:bare", "--data", "digits", "--out", f"{tmp_path}/run", "--device", "cpu"]
-    assert "no batch norm with a scale that learns" in refusal(*words, "--slimming", "0.1")
+    assert "trainable scales of batch norms, but this network has none" in refusal(*words, "--slimming", "0.1")
     assert not (tmp_path / "run").exists()
 
 

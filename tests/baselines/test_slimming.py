@@ -76,7 +76,7 @@ def test_a_network_without_scales() -> None:
     frozen = network()
     frozen[1].weight.requires_grad_(False)  # type: ignore[operator]
     for model in (network(nn.LayerNorm), frozen):
-        with pytest.raises(StructureError, match="no batch norm with a scale that learns"):
+        with pytest.raises(StructureError, match="trainable scales of batch norms, but this network has none"):
             sosp.train(model, (X, Y), SCHEDULE, companion=Slimming(0.1))
 
 

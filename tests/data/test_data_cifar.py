@@ -199,15 +199,15 @@ def test_a_missing_folder(tmp_path: Path) -> None:
 
 def test_a_locked_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read anything
-    assert refusal(cifar10, tmp_path) == f"{tmp_path} may not be read by this user; change its permissions."
+    assert refusal(cifar10, tmp_path) == f"{tmp_path} cannot be read by this user; change its permissions."
 
 
 def test_one_file_of_a_common_name_is_no_cifar(tmp_path: Path) -> None:
     (tmp_path / "test").write_text("#!/bin/sh")
-    assert f"there is no CIFAR-100 in {tmp_path}, which holds test." in refusal(cifar100, tmp_path)
+    assert f"there is no CIFAR-100 in {tmp_path}, which contains test." in refusal(cifar100, tmp_path)
     (tmp_path / PYTHON_100.folder).mkdir()
     (tmp_path / "test").rename(tmp_path / PYTHON_100.folder / "test")
-    assert "holds only a part of CIFAR-100; missing: train." in refusal(cifar100, tmp_path)
+    assert "contains only a part of CIFAR-100; missing: train." in refusal(cifar100, tmp_path)
 
 
 def test_no_path_at_all() -> None:
@@ -218,7 +218,7 @@ def test_no_path_at_all() -> None:
 def test_an_empty_folder(tmp_path: Path) -> None:
     message = refusal(cifar10, tmp_path)
     assert "which is empty" in message
-    assert "get cifar-10-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html" in message
+    assert "download cifar-10-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html" in message
 
 
 def test_half_unpacked(tmp_path: Path) -> None:
@@ -226,8 +226,8 @@ def test_half_unpacked(tmp_path: Path) -> None:
     for name in ("data_batch_4", "test_batch"):
         (tmp_path / PYTHON_10.folder / name).unlink()
     message = refusal(cifar10, tmp_path)
-    assert "holds only a part of CIFAR-10; missing: data_batch_4, test_batch." in message
-    assert "Get cifar-10-python.tar.gz" in message
+    assert "contains only a part of CIFAR-10; missing: data_batch_4, test_batch." in message
+    assert "Download cifar-10-python.tar.gz" in message
     (tmp_path / PYTHON_10.archive).touch()
     assert f"Unpack again: tar xf {tmp_path / PYTHON_10.archive} -C {tmp_path}" in refusal(cifar10, tmp_path)
 
@@ -261,7 +261,7 @@ def test_another_dataset(tmp_path: Path) -> None:
         (images / part / "dog" / "a.JPEG").touch()
     assert "looks like an image folder with train/ and val/: sosp.data.folder(" in refusal(cifar10, images)
     assert "looks like an image folder with a folder for each class" in refusal(cifar100, images / "train")
-    assert "holds images, but no folder for each class" in refusal(cifar100, images / "train" / "dog")
+    assert "contains images, but no folder for each class" in refusal(cifar100, images / "train" / "dog")
 
 
 # --- damaged and hostile files --------------------------------------------------------------------------
@@ -277,15 +277,15 @@ def in_place(folder: Path, raw: bytes, known: Any = CIFAR10, version: Any = PYTH
 PIXELS, LABELS = batch(2, 10)
 WRONG = {
     "labels too large": (python_file(PIXELS, [3, 10]), "labels that are not a list of numbers from 0 to 9"),
-    "more labels": (python_file(PIXELS, [1, 2, 3]), "has 3 labels, and not as many images"),
-    "narrow images": (python_file(PIXELS[:, :99], LABELS), "not as many images of 3072 bytes"),
+    "more labels": (python_file(PIXELS, [1, 2, 3]), "has 3 labels, but not the same number of images"),
+    "narrow images": (python_file(PIXELS[:, :99], LABELS), "not the same number of images of 3072 bytes"),
     "no images": (python_file(PIXELS[:0], []), "0 bytes of images"),
     "another set": (python_file(PIXELS, LABELS, "fine_labels"), "has no 'labels' in it"),
     "floats": (python_file(PIXELS, LABELS).replace(b"U\x02u1", b"U\x02f8"), "an array of 'f8'"),
     "a list": (pickle.dumps([1, 2], 2), "holds a list, not a dict"),
-    "text": (b"hello", "the pickle opcode b'e'|stops making sense|at byte 0"),
-    "nothing": (b"", "damaged: at byte 0"),
-    "cut short": (python_file(PIXELS, LABELS)[:3000], "ends early: 6144 bytes were to follow byte"),
+    "text": (b"hello", "the pickle opcode b'e'|cannot be decoded|at byte 0"),
+    "nothing": (b"", "cannot be decoded at byte 0"),
+    "cut short": (python_file(PIXELS, LABELS)[:3000], "ends early: 6144 bytes should follow byte"),
     "protocol 0": (pickle.dumps({"labels": LABELS}, 0), "the pickle opcode"),
 }
 
@@ -312,7 +312,7 @@ class Shell:
 
 
 HOSTILE = {
-    "a command": (Shell(), "the name 'posix.system', which no CIFAR file does. It was not executed"),
+    "a command": (Shell(), "the name 'posix.system', which CIFAR files never contain. It was not executed"),
     "an import": (subprocess.Popen, "the name '(subprocess|commands).Popen'"),
     "an object": (Random(), "the name 'random.Random'"),
     "a function of numpy": (np.load, "the name 'numpy.load'"),

@@ -75,7 +75,7 @@ def test_known_names(tmp_path: Path) -> None:
             r"there is no dataset 'cifar'. Did you mean 'cifar10'\? Choose one of: cifar10, cifar100, imagenet",
         ),
         ("what", {}, "path/to/file.py:function or package.module:function"),
-        ("cifar10", {}, "'cifar10' is read from files: say where they are with folder="),
+        ("cifar10", {}, "'cifar10' is read from files: give their folder with folder="),
         ("digits", {"folder": "x"}, "'digits' is not read from a folder; leave out folder='x'"),
         (3, {}, "name=3 is a int"),
     ],
@@ -166,8 +166,8 @@ def test_what_a_function_must_not_return(own: Path, function: str, message: str)
     [
         ("nowhere/file.py:f", "there is no file nowhere/file.py"),
         ("no_such_package.module:f", "there is no module 'no_such_package.module' to import"),
-        (":f", "'' is no name of a module"),
-        (".a:f", "'.a' is no name of a module"),
+        (":f", "'' is not the name of a module"),
+        (".a:f", "'.a' is not the name of a module"),
     ],
 )
 def test_places_that_do_not_exist(name: str, message: str) -> None:
@@ -204,7 +204,7 @@ def test_nothing_there(tmp_path: Path) -> None:
         (name, "absent") for name in ("cifar10", "cifar100", "imagenet", "imagenette")
     ]
     text = "\n".join(map(str, findings))
-    assert "get cifar-10-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html" in text
+    assert "download cifar-10-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html" in text
     assert "https://image-net.org/download" in text
     assert "https://github.com/fastai/imagenette" in text
     with pytest.raises(DataError, match="there is no folder"):
@@ -267,8 +267,8 @@ def test_image_folders(tmp_path: Path) -> None:
     own = found(tmp_path / "own")["folder"]
     assert own.state == "incomplete"
     assert own.details[1:] == (
-        "1 training folders without images, the first d",
-        "1 classes only among the test images, the first c",
+        "1 training folders without images, the first is d",
+        "1 classes occur only among the test images, the first is c",
     )
     plain = found(tmp_path / "own" / "test")["folder"]
     assert plain.details == ("2 classes, 2 images, not divided into train/ and val/",)

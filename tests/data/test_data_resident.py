@@ -224,15 +224,15 @@ def test_a_network_can_be_scored_on_a_source() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"batch": 0}, "batch=0 must be a whole number, 1 at least"),
+        ({"batch": 0}, "batch=0 must be a whole number, at least 1"),
         ({"batch": -3}, "batch=-3 must"),
         ({"batch": 2.5}, "batch=2.5 must"),
-        ({"start": 6}, "start=6 lies beyond the epoch of 5 batches"),
+        ({"start": 6}, "start=6 is beyond the end of the epoch, which has 5 batches"),
         ({"start": -1}, "start=-1 must"),
         ({"rank": 2, "ranks": 2}, "rank=2 does not exist among ranks=2"),
         ({"ranks": 0}, "ranks=0 must"),
-        ({"ranks": 9}, "batch=8 is for all ranks together"),
-        ({"batch": 38, "drop_last": True}, "batch=38 with drop_last leaves nothing of 37 images"),
+        ({"ranks": 9}, "batch=8 is the total over all ranks"),
+        ({"batch": 38, "drop_last": True}, "batch=38 with drop_last drops all 37 images"),
         ({"seed": -1}, "seed=-1 must"),
         ({"number": -1}, "number=-1 must"),
     ],
@@ -268,8 +268,8 @@ def test_bad_tensors_are_refused(images: Any, labels: Tensor, message: str) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mean": (0.5,), "std": (0.5,)}, "1 numbers, the images 3 channels"),
-        ({"mean": (0.5,)}, "as many numbers"),
+        ({"mean": (0.5,), "std": (0.5,)}, "1 values, but the images have 3 channels"),
+        ({"mean": (0.5,)}, "the same number of values"),
         ({"std": (1, 1, 0)}, "above 0"),
         ({"mean": (0, 0, float("nan"))}, "finite"),
         ({"pad": -1}, "pad=-1 must"),

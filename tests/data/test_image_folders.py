@@ -341,10 +341,12 @@ def test_the_next_of_the_batch_stands_in_for_a_damaged_file(divided: Path) -> No
         found = [colours(source.ordered(batch=batch, limit=limit)) for batch, limit in ((3, 6), (7, 7))]
     assert found == [good, [*good, (0, 0, 0)]]  # row 1 is followed by row 2, the last row by the first
     assert len(caught) == 2  # each is named once
-    assert str(caught[0].message).startswith("1 of 7 images cannot be read and another of its batch stands in for it: ")
+    assert str(caught[0].message).startswith(
+        "1 of 7 images cannot be read and are replaced by other images of the batch: "
+    )
     assert "val/ant/01.png" in str(caught[0].message)
     # Row 6 is alone in its batch of three.
-    with pytest.raises(DataError, match=r"not one of the 1 images of batch 2 can be read, .*val/cat/01.png"):
+    with pytest.raises(DataError, match=r"none of the 1 images of batch 2 can be read; .*val/cat/01.png"):
         list(source.ordered(batch=3))
 
 
@@ -370,12 +372,12 @@ def refusal(path: object, **options: Any) -> str:
 
 def test_a_missing_or_empty_folder(tmp_path: Path) -> None:
     assert "there is no folder" in refusal(tmp_path / "none")
-    assert f"{tmp_path} is empty. Wanted is a folder for each class" in refusal(tmp_path)
+    assert f"{tmp_path} is empty. Expected one folder per class" in refusal(tmp_path)
 
 
 def test_images_without_class_folders(tmp_path: Path) -> None:
     smooth(9, 9).save(tmp_path / "a.png")
-    assert f"{tmp_path} holds images, but no folder for each class. Wanted is" in refusal(tmp_path)
+    assert f"{tmp_path} contains images, but no folder for each class. Expected" in refusal(tmp_path)
 
 
 def test_val_without_class_folders(divided: Path) -> None:
@@ -384,31 +386,31 @@ def test_val_without_class_folders(divided: Path) -> None:
     for at in list((divided / "val").iterdir()):
         if at.is_dir():
             at.rmdir()
-    assert f"{divided}/val holds images, but no folder for each class" in refusal(divided)
+    assert f"{divided}/val contains images, but no folder for each class" in refusal(divided)
 
 
 def test_empty_class_folders(divided: Path) -> None:
     (divided / "train" / "dog").mkdir()
-    assert f"1 of 4 class folders in {divided}/train hold no image: dog." in refusal(divided)
+    assert f"1 of 4 class folders in {divided}/train contain no images: dog." in refusal(divided)
 
 
 def test_no_images(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "notes.txt").touch()
-    assert f"there is no image in {tmp_path}, which holds a." in refusal(tmp_path)
+    assert f"there is no image in {tmp_path}, which contains a." in refusal(tmp_path)
 
 
 def test_only_unreadable_images(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.jpg").touch()
     with pytest.warns(UnreadableWarning):
-        assert f"not one of the images in {tmp_path} can be read" in refusal(tmp_path)
+        assert f"none of the images in {tmp_path} can be read" in refusal(tmp_path)
 
 
 def test_classes_that_only_val_has(divided: Path) -> None:
     fill(divided / "val", {"cats": 1})
     message = refusal(divided)
-    assert f"{divided}/val has classes that {divided}/train has not: cats. Did you mean 'cat'?" in message
+    assert f"{divided}/val has classes that {divided}/train does not have: cats. Did you mean 'cat'?" in message
 
 
 def test_half_of_it(divided: Path) -> None:
@@ -433,7 +435,9 @@ def test_archives_inside(divided: Path) -> None:
         (divided / "more" / "train").mkdir(parents=True, exist_ok=True)
         (divided / "more" / "val").mkdir(exist_ok=True)
         (divided / "more" / "train" / name).touch()
-    assert "more/train holds n01.tar; unpack each into a folder of its own name." in refusal(divided / "more")
+    assert "more/train contains n01.tar; unpack each archive into a folder with the same name." in refusal(
+        divided / "more"
+    )
 
 
 def test_a_cifar_folder(tmp_path: Path) -> None:

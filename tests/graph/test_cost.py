@@ -635,7 +635,7 @@ def test_a_budget_counts_what_recurrent_layers_cost() -> None:
     whole = STEPS * (6 * 5 + 3 * 7 * (5 + 7)) + 7 * 8 + 8 * 2
     assert sosp.count(model, x).macs == whole
     # Without the hidden layer one zero is left for the output layer to read.
-    with pytest.raises(ArgumentError, match=rf"macs=0\.5 cannot be met.*{whole - 70:,} of {whole:,} macs are left"):
+    with pytest.raises(ArgumentError, match=rf"macs=0\.5 cannot be met.*{whole - 70:,} of {whole:,} macs remain"):
         sosp.select(saliency, macs=0.5)
     mask = sosp.select(saliency, macs=whole - 20)  # a neuron has seven inputs and two outputs
     small = sosp.shrink(model, mask, x)

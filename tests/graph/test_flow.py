@@ -424,7 +424,7 @@ def test_what_meets_mixed_channels_says_which_op_mixed_them() -> None:
     why = [(p.op, p.why) for p in flow.pinned if "conv1" in p.layers]
     where = marked_line(Meets)
     assert why[0] == ("sort", "sort mixes the channels it is given")
-    assert why[1] == ("add", f"it meets what sort at {where} made by mixing channels")
+    assert why[1] == ("add", f"it is combined with the output of sort at {where}, which mixes channels")
 
 
 class Own(Middle):

@@ -196,7 +196,7 @@ def test_a_look_at_what_is_padding_needs_no_warning() -> None:
     words = torch.randint(0, 9, (4, 5), generator=torch.Generator().manual_seed(0))
     model = Sentences(deep=False)
     assert len(sosp.find_structures(model, words)) == 8  # warnings are errors here
-    with pytest.warns(PathWarning, match="decides by values"):
+    with pytest.warns(PathWarning, match="values of tensors"):
         sosp.find_structures(Sentences(deep=True), words)
 
 
@@ -250,7 +250,7 @@ def test_layers_that_no_value_brings_in_cost_nothing(cls: type[Branch]) -> None:
 def test_a_mask_of_a_layer_that_another_example_does_not_run() -> None:
     model = made(Branch)
     mask = sosp.Mask.from_removed(model, {"b": [0]}, noise(5, 2))
-    with pytest.raises(StructureError, match=r"'b'.*does not run on this example"):
+    with pytest.raises(StructureError, match=r"'b'.*does not run on the example"):
         sosp.shrink(model, mask, noise(5, -2))
     with pytest.raises(StructureError, match="'c'"):
         sosp.Mask.from_removed(model, {"c": [0]}, noise(5, 2))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import sosp
 
-WHY = "the code computes with how many there are"
+WHY = "the code uses the number of channels as a value"
 
 
 class Net(nn.Module):
@@ -248,5 +248,5 @@ def test_where_the_width_of_a_norm_is_computed_with_its_channels_go_behind_it() 
     assert (small.project.out_channels, small.norm.num_features, small.head.in_features) == (8, 8, 5)
     with torch.no_grad():
         torch.testing.assert_close(small(IMAGES), sosp.masked(model, mask)(IMAGES), atol=1e-6, rtol=0)
-    (why,) = [p for p in sosp.trace(model, IMAGES).pinned if "how many" in p.why]
+    (why,) = [p for p in sosp.trace(model, IMAGES).pinned if "number of channels" in p.why]
     assert why.layers == ("project",)

@@ -60,8 +60,8 @@ def test_every_network_has_an_example(name: str, shape: tuple[int, ...]) -> None
         ("runs/nowhere", "there is no model 'runs/nowhere'. Name one as sosp:NAME"),
         ("sosp:", "sosp has no model ''"),
         ("", "there is no model ''"),
-        ("nowhere.py:make", r"there is no file nowhere.py \(looked for from"),
-        ("no_such_module:make", "there is no module 'no_such_module' to import; of a file give the path"),
+        ("nowhere.py:make", r"there is no file nowhere.py \(relative to"),
+        ("no_such_module:make", "there is no module 'no_such_module' to import. For a file, give its path"),
         ("os.path:jion", r"os.path has no function 'jion'. Did you mean 'join'\?"),
         ("builtins:dict", "builtins:dict returned a dict; it must return a torch.nn.Module"),
     ],
@@ -79,9 +79,9 @@ def test_a_function_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     model = by_name.build_network(name)
     assert type(model).__name__ == "Own"
     assert not model.training
-    with pytest.raises(ArgumentError, match=r"not known what inputs .* takes: say it \(input 3x32x32\)"):
+    with pytest.raises(ArgumentError, match=r"input shape of .* is not known: give it \(input 3x32x32\)"):
         by_name.make_example(name, model)
-    with pytest.raises(ArgumentError, match="classes is not for"):
+    with pytest.raises(ArgumentError, match="classes cannot be set for"):
         by_name.build_network(name, classes=2)
     with pytest.raises(ArgumentError, match=r"has no function 'mak'. Did you mean 'make'\?"):
         by_name.build_network(f"{tmp_path}/mine.py:mak")
@@ -160,7 +160,7 @@ def test_transformers_from_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="the weights in the folder are for 3 classes, not 5"):
         by_name.build_network(name, classes=5)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ArgumentError, match=r"in pytorch_model.bin, a pickle, which is not read"):
+    with pytest.raises(ArgumentError, match=r"in pytorch_model.bin, a pickle, which sosp does not read"):
         by_name.build_network(name)
     (tmp_path / "pytorch_model.bin").unlink()
     assert same(by_name.build_network(name, seed=1), by_name.build_network(name, seed=1))
@@ -194,7 +194,7 @@ def test_transformers_by_type_and_by_class(tmp_path: Path, monkeypatch: pytest.M
     fake_hub(monkeypatch, FakeHub(None))
     model: Any = by_name.build_network("hf:resnet", classes=4)
     assert (model.out_features, model.given) == (4, {"made": "fresh"})
-    with pytest.raises(ArgumentError, match=r"resnt is no folder, .* Did you mean 'resnet'\? Nothing is downloaded"):
+    with pytest.raises(ArgumentError, match=r"resnt is not a folder, .* Did you mean 'resnet'\? Nothing is downloaded"):
         by_name.build_network("hf:resnt")
     with pytest.raises(ArgumentError, match=r"has no config\.json"):
         by_name.build_network(f"hf:{tmp_path}")
@@ -255,9 +255,9 @@ def test_another_networks_weights_are_refused_in_numbers(tmp_path: Path) -> None
     with pytest.raises(CheckpointError) as refusal:
         by_name.load_weights(small(), tmp_path / "w.safetensors")
     message = str(refusal.value)
-    assert "another network than this CifarResNet; of its tensors 10 missing (layer2.0.downsample.0.weight, " in message
-    assert ", 72 unknown to it (layer1.1.bn1.bias, " in message
-    assert ", 1 of another shape (conv1.weight is (4, 3, 3, 3), the network's (4, 1, 3, 3))." in message
+    assert "not for this CifarResNet. Tensors: 10 missing (layer2.0.downsample.0.weight, " in message
+    assert ", 72 unknown (layer1.1.bn1.bias, " in message
+    assert ", 1 with another shape (conv1.weight is (4, 3, 3, 3), expected (4, 1, 3, 3))." in message
 
 
 def test_other_classes_are_guessed(tmp_path: Path) -> None:

@@ -492,18 +492,18 @@ def test_an_unknown_network(name: Any, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("width", "words"),
     [
-        ({"layer4": 2}, ["'layer4'", "no layer", "Did you mean 'layer"]),
+        ({"layer4": 2}, ["'layer4'", "neither a layer", "Did you mean 'layer"]),
         ({"layer1.0.conv3": 2}, ["'layer1.0.conv3'", "Did you mean 'layer1.0.conv"]),
-        ({"bn1": 2}, ["'bn1'", "no layer"]),
-        ({"": 2}, ["''", "no layer"]),
+        ({"bn1": 2}, ["'bn1'", "neither a layer"]),
+        ({"": 2}, ["''", "neither a layer"]),
         ({"conv": 2}, ["'conv'", "Did you mean 'conv1'?"]),  # a prefix of names, not of letters
-        ({"layer2.0.downsample": 2}, ["'layer2.0.downsample'", "no layer"]),  # skip A has none
+        ({"layer2.0.downsample": 2}, ["'layer2.0.downsample'", "neither a layer"]),  # skip A has none
         ({"linear": 2}, ["'linear'", "classes="]),
         ({"lin*": 2}, ["'lin*'", "classes="]),
-        ({3: 2.0}, ["3", "no layer"]),
+        ({3: 2.0}, ["3", "neither a layer"]),
         ([("layer1", 2)], ["width=[", "mapping"]),
         *(
-            (f, [f"width={f!r}", "above 0, 64 at most"])
+            (f, [f"width={f!r}", "above 0, at most 64"])
             for f in (0, -1, 65, float("nan"), float("inf"), "2", True, None)
         ),
         *(({"conv1": f}, [f"width['conv1']={f!r}"]) for f in (0, -1.0, 65, float("nan"), "2", True, None, [2])),

@@ -184,7 +184,7 @@ def test_the_batches_of_inputs_that_are_not_finite_are_named() -> None:
     model, small, x = networks()
     batches = [*x.split(14)]
     batches[1] = batches[1] * torch.nan
-    with pytest.raises(DataError, match="'stem' is given or gives is not finite on batches 0 to 2:"):
+    with pytest.raises(DataError, match="output of 'stem' is not finite on batches 0 to 2,"):
         sosp.repair(small, model, batches)
 
 
@@ -218,14 +218,14 @@ def forked() -> tuple[nn.Module, nn.Module, Tensor]:
     return model, sosp.shrink(model, sosp.Mask.from_removed(model, gone, x[0]), x[0]), x
 
 
-@pytest.mark.filterwarnings("ignore:the code decides by values")
+@pytest.mark.filterwarnings("ignore:the code branches on the values")
 def test_layers_that_do_not_run_on_all_inputs_are_left_alone() -> None:
     model, small, x = forked()
     batches = [{"x": part} for part in x]  # which are never joined
     found = sosp.repair(small, model, batches)
     errors = {error.layer: error for error in found.layers}
     for name in ("small", "last"):  # the latter is compared by a sum: the first one, or the third
-        assert "does not run on all of the inputs" in errors[name].why
+        assert "does not run on all inputs" in errors[name].why
     for name in ("large", "small", "last"):
         assert torch.equal(found.model.get_submodule(name).weight, small.get_submodule(name).weight), name
     assert errors["head"].ridge is not None
@@ -234,7 +234,7 @@ def test_layers_that_do_not_run_on_all_inputs_are_left_alone() -> None:
     assert after < before
 
 
-@pytest.mark.filterwarnings("ignore:the code decides by values")
+@pytest.mark.filterwarnings("ignore:the code branches on the values")
 def test_inputs_that_all_take_one_way_are_fitted_to_as_ever() -> None:
     model, small, x = forked()
     found = sosp.repair(small, model, [{"x": part} for part in x[::2]])

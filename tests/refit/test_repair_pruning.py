@@ -224,7 +224,7 @@ def test_a_layer_that_an_earlier_cut_emptied_stays_absent() -> None:
     }
 
 
-@pytest.mark.filterwarnings("ignore:the code decides by values")
+@pytest.mark.filterwarnings("ignore:the code branches on the values")
 def test_a_layer_that_is_not_run_on_the_example_is_not_absent() -> None:
     class Either(nn.Module):
         def __init__(self) -> None:

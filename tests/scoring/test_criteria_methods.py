@@ -213,7 +213,7 @@ def test_single_precision_finds_nearly_the_same(method: str) -> None:
 
 def test_eigendamage_says_where_it_is() -> None:
     c = case("conv-bn")
-    with pytest.raises(StructureError, match=r"basis of its own.*sosp\.eigendamage\(model, data, ratio=\.\.\.\)"):
+    with pytest.raises(StructureError, match=r"its own basis.*sosp\.eigendamage\(model, data, ratio=\.\.\.\)"):
         sosp.score(c.model, (c.inputs, c.targets), method="eigendamage")
 
 
@@ -281,7 +281,7 @@ OF_THE_LOSS = ["sosp-h", "sosp-i", "first-order", "taylor", "fisher", "obd", "so
 def test_labels_that_are_all_ignored_are_no_loss(method: str) -> None:
     c = case("conv-bn")
     ignored = torch.full_like(c.targets, -100)
-    said = rf"every label of the 10 examples is -100.* no loss at all.*method='{method}' is zero"
+    said = rf"every label of the 10 examples is -100.* no loss.*method='{method}' is zero"
     with pytest.raises(LossError, match=said):
         sosp.score(c.model, (c.inputs, ignored), method=method)
     with pytest.raises(LossError, match=said):

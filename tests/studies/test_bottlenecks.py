@@ -296,7 +296,7 @@ def test_widths_that_are_fixed_have_no_cost_but_a_reason() -> None:
     assert "layer3" in found.factors
     assert found.after is None
     assert "'layer3.0.conv2'" in found.note
-    assert "zeros that pad others" in found.note
+    assert "zeros that pad other channels" in found.note
     given = bottlenecks(saliency_of(saliency.structures, narrow), cost=lambda widths: sosp.count(model, x))
     assert given.after == given.before
 
@@ -327,7 +327,7 @@ def test_what_says_nothing_about_widths() -> None:
     with pytest.raises(ArgumentError, match="one structure per branch"):
         bottlenecks(sosp.score(model, (x, y), method="first-order", structures=blocks))
     mask = sosp.select(sosp.score(model, (x, y), method="random"), ratio=0.5)
-    with pytest.raises(ArgumentError, match="masks have ratios of their own"):
+    with pytest.raises(ArgumentError, match="masks have their own ratios"):
         bottlenecks(mask, ratios=[0.5])
     with pytest.raises(ArgumentError, match="give a saliency"):
         bottlenecks([])
@@ -392,7 +392,7 @@ def test_groups_of_channels_are_one_structure_in_the_file(tmp_path: Path) -> Non
 def test_other_files_are_refused(tmp_path: Path) -> None:
     model, x, y = digits_network()
     sosp.save(tmp_path / "model", model)
-    with pytest.raises(CheckpointError, match="model: holds no saliency"):
+    with pytest.raises(CheckpointError, match="model: was written by sosp but contains no saliency"):
         read_saliency(tmp_path / "model")
     with pytest.raises(CheckpointError, match="there is no such file"):
         read_saliency(tmp_path / "nothing")

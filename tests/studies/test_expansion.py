@@ -92,7 +92,9 @@ def test_a_width_that_is_fixed_is_refused_by_name() -> None:
     """The zeros that pad a skip of kind A are a number in the code; through ``width=`` it can be another."""
     model = sosp.nets.resnet20(width=0.25)
     example = torch.zeros(2, 3, 8, 8)
-    with pytest.raises(StructureError, match=r"'layer3.0.conv2'.* cannot be widened.*\n.*zeros that pad others"):
+    with pytest.raises(
+        StructureError, match=r"'layer3.0.conv2'.* cannot be widened.*\n.*zeros that pad other channels"
+    ):
         make_widenable(model, example).cost({"layer3.0.conv2": 2.0})
     made = make_widenable(lambda width: sosp.nets.resnet20(width=width), example, 0.25)
     assert shapes(made.make(dict.fromkeys(made.layers, 2.0), 0)) == shapes(sosp.nets.resnet20(width=0.5))
@@ -272,9 +274,9 @@ def test_an_expansion_that_is_done_trains_nothing(
     setup = ExpansionSetup(ONE, folder=folder, on_epoch=lambda n, e: epochs.append(n))
     assert expand(tiny, data, plan(), setup, base=0.25) == found
     assert not epochs
-    with pytest.raises(CheckpointError, match=r"another expansion: factor was 2.0 and is 3.0"):
+    with pytest.raises(CheckpointError, match=r"a different expansion: factor was 2.0 and is 3.0"):
         expand(tiny, data, plan(factor=3.0), setup, base=0.25)
-    with pytest.raises(CheckpointError, match=r"another expansion: schedule.epochs was 1 and is 2"):
+    with pytest.raises(CheckpointError, match=r"a different expansion: schedule.epochs was 1 and is 2"):
         expand(tiny, data, plan(), replace(setup, schedule=replace(ONE, epochs=2)), base=0.25)
 
 
@@ -376,7 +378,7 @@ def test_a_size_that_cannot_be_had_is_a_point_with_a_reason(data: Dataset, tmp_p
         (found,) = run_protocols(
             {"net": model}, courses, data, plan(ratios=(0.8,)), ExpansionSetup(ONE, folder=tmp_path)
         )
-        assert "cuts the network in two" in found.refusal
+        assert "disconnects the network" in found.refusal
         assert found.tuned is None
 
 
@@ -415,9 +417,9 @@ def test_bad_plans(options: dict[str, Any], words: str) -> None:
 def test_a_folder_that_was_changed_is_refused(data: Dataset, tmp_path: Path) -> None:
     setup = ExpansionSetup(ONE, folder=tmp_path)
     (tmp_path / "plan.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"plan\.json: is not what an expansion wrote"):
+    with pytest.raises(CheckpointError, match=r"plan\.json: was not written by an expansion"):
         expand(tiny, data, plan(when="init"), setup, base=0.25)
     (tmp_path / "plan.json").unlink()
     (tmp_path / "choice.json").write_text(json.dumps({"blocks": ["layer1"]}))
-    with pytest.raises(CheckpointError, match=r"choice\.json: is not what an expansion wrote"):
+    with pytest.raises(CheckpointError, match=r"choice\.json: was not written by an expansion"):
         expand(tiny, data, plan(when="init"), setup, base=0.25)

@@ -906,7 +906,7 @@ def test_stopped_it_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Monkey
         (("shuffle", "--only", "["), "is not a valid regular expression"),
         (("shuffle", "--seeds", "0"), "seeds=0 must be"),
         (("shuffle", "--epochs", "0"), "epochs=0 must be"),
-        (("shuffle", "--weights", "vgg19=a"), "no cell begins with 'vgg19'"),
+        (("shuffle", "--weights", "vgg19=a"), "no cell starts from 'vgg19'"),
         (("shuffle", "--device", "tpu"), "device='tpu' cannot be used"),
         (("shuffle", "--tiny", "--weights", f"digits_resnet={__file__}"), "weights that can be given"),
         (("shuffle", "--data-dir", "nowhere"), "--data-dir nowhere: there is no such folder"),

@@ -569,7 +569,7 @@ def test_a_cell_that_is_refused_is_kept_as_such_and_tried_again_on_demand(home: 
     some = Experiment("some", "", "", (cell,))
     found = paper.run_experiment(some, setting(folder), Watch())
     assert found.count("refused") == 1
-    assert "cuts the network in two" in found.records[cell.name].reason  # type: ignore[union-attr]
+    assert "disconnects the network" in found.records[cell.name].reason  # type: ignore[union-attr]
     watch = Watch()
     paper.run_experiment(some, setting(folder), watch)
     assert watch.cells("cell") == []

@@ -116,7 +116,7 @@ def test_shrinking_without_a_mask() -> None:
     [
         ({"fc3": [0]}, ["'fc3'", "Did you mean 'fc2'?"]),
         ({"head": [0]}, ["'head'", "output layer"]),
-        ({"act1": [0]}, ["'act1'", "no prunable layer"]),
+        ({"act1": [0]}, ["'act1'", "not a prunable layer"]),
         ({"fc1": [7]}, ["channel 7", "'fc1'", "0 to 6"]),
         ({"fc1": [-1]}, ["channel -1", "'fc1'", "0 to 6"]),
         ({"fc1": [2, 0, 2]}, ["channel 2", "'fc1'", "twice"]),

@@ -319,7 +319,7 @@ def test_a_masked_network_is_refused(tmp_path: Path) -> None:
     model, x = network("residual")
     small = shrunk(model, x)
     for net in (model, small):
-        with pytest.raises(CheckpointError, match="the model is masked, which a checkpoint does not hold"):
+        with pytest.raises(CheckpointError, match="the model is masked, which a checkpoint cannot store"):
             save(tmp_path / "x", sosp.masked(net, some(net, x, seed=3)))
     weights = sosp.Mask.from_removed(model, {"head.weight": [0]}, x, kind="weights")
     with pytest.raises(CheckpointError, match="the model is masked"):
@@ -503,9 +503,9 @@ def test_writing_where_nothing_can_be_written(tmp_path: Path) -> None:
         save(tmp_path / "missing" / "x", model)
     with pytest.raises(CheckpointError, match=r"file/x: could not be written \(NotADirectoryError"):
         save(tmp_path / "file" / "x", model)
-    with pytest.raises(CheckpointError, match="is there already and not a file"):
+    with pytest.raises(CheckpointError, match="already exists and is not a file"):
         save(tmp_path, model)
-    with pytest.raises(CheckpointError, match="is there already and not a file"):
+    with pytest.raises(CheckpointError, match="already exists and is not a file"):
         save("/dev/null", model)
     with pytest.raises(CheckpointError, match="could not be written"):
         save("a\0b", model)

@@ -45,7 +45,7 @@ def test_arguments_of_other_types(tmp_path: Path) -> None:
         save(tmp_path / "y", deepcopy(model).to("meta"))
     with pytest.raises(ArgumentError, match=r"'fc1\.weight' is on the meta device"):
         load(tmp_path / "x", deepcopy(model).to("meta"))
-    with pytest.raises(ArgumentError, match="the model is itself shrunk; give the original"):
+    with pytest.raises(ArgumentError, match="the model is already shrunk; give the original"):
         load(tmp_path / "x", shrunk(model, x))
     with pytest.raises(sosp.errors.StructureError, match="not initialised yet"):
         save(tmp_path / "y", nn.LazyLinear(3))
@@ -65,7 +65,7 @@ def test_tensors_that_cannot_be_saved(tmp_path: Path) -> None:
     model = nn.Module()
     model.register_module("sosp", nn.Module())
     model.sosp.register_buffer("index/0", torch.zeros(1))
-    with pytest.raises(CheckpointError, match=r"'sosp\.index/0' is one that sosp keeps for itself"):
+    with pytest.raises(CheckpointError, match=r"'sosp\.index/0' is reserved by sosp"):
         save(tmp_path / "x", model)
 
 
@@ -92,7 +92,7 @@ def test_a_mask_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> N
         (sosp.Mask("blocks", mask.layers, mask.removed, 3, 1), r"mask\.kind should be one of"),
         (sosp.Mask("filters", (), mask.removed, 3, 1), r"mask\.removed\['fc1'\] should be channels of its 0"),
         (sosp.Mask("filters", mask.layers, {"fc1": torch.tensor([3, 1])}, 3, 1), "a sorted list of channels"),
-        (sosp.Mask("filters", mask.layers, {}, float("nan"), 1), "what JSON cannot"),
+        (sosp.Mask("filters", mask.layers, {}, float("nan"), 1), "a value that JSON cannot store"),
         (sosp.Mask("filters", mask.layers, {}, 3, 4), r"mask\.chosen should be a whole number from 0 to 3"),
     ]:
         with pytest.raises(CheckpointError, match=match):
@@ -134,13 +134,13 @@ def test_files_that_are_something_else(saved: Files) -> None:
     check_refused(path.parent, model, "is not a file")
     for content in (b"", b"{}", b"hello, world, this is text", b"\0" * 100, struct.pack("<Q", 2**62) + b"{}" * 9):
         other.write_bytes(content)
-        check_refused(other, model, "is not a safetensors file, so not one that sosp.save wrote")
+        check_refused(other, model, "is not a safetensors file, so it was not written by sosp.save")
     torch.save(model.state_dict(), other)
     check_refused(other, model, r"It looks like a file of torch\.save")
     safetensors.torch.save_file(model.state_dict(), other)
-    check_refused(other, model, "is a safetensors file that sosp.save did not write")
+    check_refused(other, model, "is a safetensors file that was not written by sosp.save")
     safetensors.torch.save_file(model.state_dict(), other, metadata={"sosp": "{}"})
-    check_refused(other, model, "is a safetensors file that sosp.save did not write")
+    check_refused(other, model, "is a safetensors file that was not written by sosp.save")
 
 
 def test_truncated_and_tampered_files(saved: Files) -> None:
@@ -157,9 +157,9 @@ def test_truncated_and_tampered_files(saved: Files) -> None:
     path.write_bytes(raw + b"\0")
     check_refused(path, model, "is truncated or damaged")
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-    check_refused(path, model, "is damaged or was changed after it was written: its checksum does not fit")
+    check_refused(path, model, "is damaged or was changed after it was written: its checksum does not match")
     path.write_bytes(raw.replace(b"Sequential", b"Sequentiol"))
-    check_refused(path, model, "its checksum does not fit")
+    check_refused(path, model, "its checksum does not match")
 
 
 def test_absurd_sizes_are_not_believed(saved: Files) -> None:
@@ -251,12 +251,12 @@ FORGED_RECIPES = {
         r"has no layer 'conv9', which a recipe changes\. Did you mean",
     ),
     "no such tensor": ({"slices": {"conv1.nothing": {"0": 0}}}, "does not have 'conv1.nothing', which a recipe cuts"),
-    "a method": ({"sizes": {"conv1": {"forward": 1}}}, "sets 'forward' of 'conv1', which is no size"),
-    "a class": ({"sizes": {"conv1": {"__class__": 1}}}, "sets '__class__' of 'conv1', which is no size"),
-    "a flag": ({"sizes": {"conv1": {"training": 1}}}, "sets 'training' of 'conv1', which is no size"),
+    "a method": ({"sizes": {"conv1": {"forward": 1}}}, "sets 'forward' of 'conv1', which is not a size"),
+    "a class": ({"sizes": {"conv1": {"__class__": 1}}}, "sets '__class__' of 'conv1', which is not a size"),
+    "a flag": ({"sizes": {"conv1": {"training": 1}}}, "sets 'training' of 'conv1', which is not a size"),
     "inner life": ({"sizes": {"conv1": {"_parameters": 1}}}, "sets '_parameters' of 'conv1'"),
     "a new name": ({"sizes": {"conv1": {"anything": 1}}}, "sets 'anything' of 'conv1'"),
-    "no channels": ({"emptied": ["relu"]}, "takes all channels of 'relu', which is no layer"),
+    "no channels": ({"emptied": ["relu"]}, "takes all channels of 'relu', which is not a layer"),
     "emptied twice": ({"emptied": ["conv1", "conv1"]}, "does not fit the model"),
     "inside what is gone": ({"passed": ["block1", "block1.bn1"]}, "does not fit the model"),
     "no scatter there": ({"scatters": {"conv1": None}}, "does not fit the model"),

@@ -78,7 +78,7 @@ def test_a_wrong_surgery_is_caught(what: str, monkeypatch: pytest.MonkeyPatch) -
     plant(monkeypatch, WRONG[what])
     with check_unchanged(c.model), pytest.raises(SurgeryError) as caught:
         sosp.shrink(c.model, mask, c.inputs)
-    assert "defect of sosp" in str(caught.value)
+    assert "bug in sosp" in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

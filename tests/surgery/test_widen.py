@@ -385,7 +385,7 @@ def test_a_stream_with_a_layer_norm() -> None:
 def test_attention_with_heads_of_a_fixed_size() -> None:
     model, x = net("attention")
     for factor in (2, 1.5, 1.3):
-        check_refused(model, x, {"q": factor}, SurgeryError, "unflatten at scored.py:", "widths it has")
+        check_refused(model, x, {"q": factor}, SurgeryError, "unflatten at scored.py:", "current widths")
 
 
 @pytest.mark.parametrize("init", ["copy", "random"])

@@ -81,7 +81,7 @@ def build_budget(structures: Structures, scores: Tensor, macs: float, least: flo
     found = AmcBudget(structures, flow, layers, orders, fewest, limit, whole)
     if (lowest := found.left(fewest)) > limit:
         raise ArgumentError(
-            f"macs={macs} cannot be met: where every layer keeps least={least}, {lowest:,} of {whole:,} MACs are left. "
+            f"macs={macs} cannot be met: if every layer keeps least={least}, {lowest:,} of {whole:,} MACs remain. "
             "Raise macs, or lower least."
         )
     return found
@@ -90,5 +90,5 @@ def build_budget(structures: Structures, scores: Tensor, macs: float, least: flo
 def _limit(macs: float, whole: int) -> float:
     share = check_number("macs", macs)
     if not 0 < share <= 1 and share != int(share):
-        raise ArgumentError(f"macs={macs!r} must be the share that may be left, up to 1, or a whole number of MACs.")
+        raise ArgumentError(f"macs={macs!r} must be the share of MACs to keep, up to 1, or a whole number of MACs.")
     return share * whole * (1 + 1e-12) if share <= 1 else share  # 57 / 101 * 101 is 56.999...

@@ -30,7 +30,7 @@ def check_number(what: str, found: Any, least: float = 0.0, most: float = math.i
     """Refuse what is no finite number in this span."""
     fine = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
     if not fine or not least <= found <= most:
-        span = f"{least:g} at least" if most == math.inf else f"from {least:g} to {most:g}"
+        span = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
         raise ArgumentError(f"{what}={found!r} must be a number, {span}.")
     return float(found)
 

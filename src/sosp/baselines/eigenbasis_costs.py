@@ -71,8 +71,8 @@ def choose_directions(rotated: Mapping[str, RotatedLayer], ratio: float, cap: fl
     wanted = round(ratio * total)
     if wanted > sum(room):
         raise ArgumentError(
-            f"ratio={ratio} asks for {wanted} of {total} directions, but cap={cap}, and the one that every side of a "
-            f"layer keeps, leave only {sum(room)} to remove."
+            f"ratio={ratio} asks for {wanted} of {total} directions, but only {sum(room)} can be removed: cap={cap}, "
+            "and every side of a layer keeps at least one."
         )
     cheapest = [x.argsort(stable=True)[:n] for x, n in zip(sides, room, strict=True)]
     order = torch.cat([x[i] for x, i in zip(sides, cheapest, strict=True)]).argsort(stable=True)

@@ -203,7 +203,9 @@ def rebuild_bottlenecks(path: str | Path, model: nn.Module) -> nn.Module:
         if core is None or f"{name}.core.weight" in own:
             continue
         if _explain_unsupported(model, layer) or not _fits(core, _weight(model, name).shape):
-            raise CheckpointError(f"{path}: {name!r} is a bottleneck there, and the model's {layer} does not fit it.")
+            raise CheckpointError(
+                f"{path}: {name!r} is a bottleneck in the file, but the model's {layer} does not fit it."
+            )
         replace_module(small, name, EigenbasisBottleneck(layer, into=core[1], out=core[0]))
     return load(path, small)
 
@@ -224,14 +226,15 @@ def insert_bottlenecks(model: nn.Module, parts: Mapping[str, RotatedLayer], exam
         found = measure_difference(small, whole, example, "eval")
     except Exception as error:
         raise SurgeryError(
-            f"the network does not run with bottlenecks for layers: {type(error).__name__}: {error}. Exclude those "
-            "whose weights or sizes its code reads, exclude=[...]."
+            f"the network does not run with bottlenecks in place of layers: {type(error).__name__}: {error}. Exclude "
+            "the layers whose weights or sizes its code reads: exclude=[...]."
         ) from error
     dtype = next(p.dtype for p in small.parameters())
     if not found <= TOLERANCES.get(dtype, 0.1):
         raise SurgeryError(
-            f"with bottlenecks for layers the network is off by {found:.1e} of its largest output. Exclude those whose "
-            "weights its code reads, exclude=[...], or give a network in double precision."
+            f"with bottlenecks in place of layers, the outputs of the network differ by {found:.1e} of the largest "
+            "output. Exclude the layers whose weights its code reads, exclude=[...], or give a network in double "
+            "precision."
         )
     return small
 
@@ -297,7 +300,7 @@ def _first(data: Any, examples: int | None, generator: torch.Generator | None) -
     chunks = iter(iterate_chunks(data, examples, generator))
     head = next(chunks, None)
     if head is None or head.size == 0:
-        raise DataError("the data is empty: there is not one example to score with. Is the loader's dataset empty?")
+        raise DataError("the data is empty: it contains no examples to score with. Is the loader's dataset empty?")
     return head, distribute_examples(itertools.chain([head], chunks), distributed.get_rank(), distributed.count_ranks())
 
 

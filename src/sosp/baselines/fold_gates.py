@@ -24,13 +24,14 @@ def refuse_unfoldable(model: nn.Module, structures: Structures) -> None:
         for name, module in _places(model, layer, structures.gate):
             if getattr(module, "weight", None) is None:
                 raise StructureError(
-                    f"{name!r} has no scale that a soft mask could become part of. Give it one (affine=True), find the "
-                    f"structures with gate='weights', or keep the layer out, exclude=[{layer.name!r}]."
+                    f"{name!r} has no scale to multiply a soft mask into. Give it one (affine=True), find the "
+                    f"structures with gate='weights', or exclude the layer, exclude=[{layer.name!r}]."
                 )
             if "weight" not in module._parameters:
                 raise StructureError(
                     f"the weight of {name!r} is computed from other parameters (weight_norm, a parametrization). Make "
-                    f"it plain (remove_parametrizations), or keep the layer out, exclude=[{layer.name!r}]."
+                    "it an ordinary parameter (remove_parametrizations), or exclude the layer, "
+                    f"exclude=[{layer.name!r}]."
                 )
 
 

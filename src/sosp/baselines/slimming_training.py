@@ -40,7 +40,7 @@ def find_norm_scales(model: nn.Module) -> list[nn.Parameter]:
     found = [scale for scale in norms if scale.requires_grad]
     if not found:
         raise StructureError(
-            "slimming makes the scales of batch norms small, and this network has no batch norm with a scale that "
-            "learns. Take a network with batch norms, or leave slimming out."
+            "slimming penalises the trainable scales of batch norms, but this network has none. Use a network with "
+            "batch norms, or leave slimming out."
         )
     return found

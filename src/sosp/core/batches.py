@@ -193,7 +193,7 @@ def open_data_once(data: Any, device: torch.device, *, keep: bool, rows: int = 8
     with preserve_random_state():
         first = next(iter(iterate_chunks(opened, rows, None, alone=True, device=device)), None)
     if first is None:
-        raise DataError("the data is empty: there is not one example in it. Is the loader's dataset empty?")
+        raise DataError("the data is empty: it contains no examples. Is the loader's dataset empty?")
     return first.inputs, opened.once() if isinstance(opened, CachedLoader) and not keep else opened
 
 
@@ -255,7 +255,7 @@ def _split_pair(
     total = targets.shape[0]
     if find_batch_size(inputs) != total:
         raise DataError(
-            f"the inputs hold {find_batch_size(inputs)} examples and the targets {total}; give as many of each."
+            f"the inputs hold {find_batch_size(inputs)} examples and the targets {total}; give the same number of each."
         )
     order = torch.arange(total)
     if examples is not None and examples < total:
@@ -293,7 +293,7 @@ def _chunk(batch: Any, index: int, alone: bool = False) -> Chunk:
         f"batch {index} is a {type(batch).__name__}"
         + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
         + "; each batch must be (inputs, targets) or a dict of the model's keyword arguments with 'labels'."
-        + (" One pair of tensors for all is a tuple: (inputs, targets)." if isinstance(batch, Tensor) else "")
+        + (" Two tensors with all the data must be a tuple: (inputs, targets)." if isinstance(batch, Tensor) else "")
     )
 
 

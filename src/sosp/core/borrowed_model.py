@@ -160,14 +160,14 @@ def check_network(model: object) -> None:
         raise ArgumentError(f"the model {model!r:.80} is a {type(model).__name__}; give a torch.nn.Module.")
     if "_orig_mod" in model._modules:
         raise ArgumentError(
-            "the model is what torch.compile made of a network, whose layers cannot be followed through it; give the "
-            "network itself (model._orig_mod) and compile the smaller one."
+            "the model was compiled with torch.compile, which hides its layers. Give the original module "
+            "(model._orig_mod), and compile the smaller network."
         )
 
 
 def refuse_uninitialised(model: nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule):
-        raise StructureError("a scripted or traced module hides its layers: give the module that it was made of.")
+        raise StructureError("a scripted or traced module hides its layers: give the module that it was made from.")
     for name, x in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(x):
             raise StructureError(
@@ -180,6 +180,7 @@ def refuse_batch_statistics(model: nn.Module) -> None:
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None:
             raise DifferentiationError(
                 f"{name!r} is a batch norm without running statistics (track_running_stats=False): the loss of one "
-                "example then depends on the others in its batch, so it has no saliency of its own. Give it running "
-                "statistics (track_running_stats=True and a pass over data in train mode), or use a GroupNorm."
+                "example then depends on the others in its batch, so there is no saliency per example. Give it "
+                "running statistics (track_running_stats=True and a pass over data in train mode), or use a "
+                "GroupNorm."
             )

@@ -101,10 +101,10 @@ def find_logits(outputs: Any) -> Tensor:
     names = f" with {', '.join(map(repr, outputs))}" if isinstance(outputs, Mapping) and outputs else ""
     raise OutputError(
         f"the model returns a {type(outputs).__name__}{names} and no logits were found in it (looked for a tensor, "
-        ".logits, ['logits'], ['out'], the first of a tuple). Repair and methods of pairs ('sosp-i', 'sosp-obs') look "
-        "at them, whatever the loss is, and so does a loss by name. Wrap the model to return its logits: as a tensor, "
-        "or under the name 'logits'. With loss=a function of (outputs, targets) that returns one loss per "
-        "example, 'sosp-h' and 'first-order' do without, if repair is left out."
+        ".logits, ['logits'], ['out'], the first of a tuple). Repair, methods of pairs ('sosp-i', 'sosp-obs') and "
+        "losses given by name need logits. Wrap the model to return its logits: as a tensor, or under the name "
+        "'logits'. Without repair, 'sosp-h' and 'first-order' do not need logits: give loss=a function of (outputs, "
+        "targets) that returns one loss per example."
     )
 
 
@@ -152,7 +152,7 @@ def _check_labels(targets: Tensor, classes: int, chunk: Chunk) -> None:
         raise DataError(f"{chunk.source} has {chunk.size} examples and labels of shape {tuple(targets.shape)}.")
     if classes == 1:
         raise LossError(
-            "the cross-entropy of a single output is always zero. For one logit per example give a loss of your own: "
+            "the cross-entropy of a single output is always zero. For one logit per example give your own loss: "
             "lambda f, y: F.binary_cross_entropy_with_logits(f[:, 0], y.to(f.dtype), reduction='none')."
         )
     wrong = (targets != IGNORE_INDEX) & ((targets < 0) | (targets >= classes))
@@ -186,6 +186,6 @@ def squared_error(outputs: Tensor, chunk: Chunk) -> Tensor:
         found = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
         raise DataError(
             f"mse needs targets of the outputs' shape {tuple(outputs.shape)}; {chunk.source} has {found}. Reshape "
-            "them, or give a loss of your own."
+            "them, or give your own loss."
         )
     return 0.5 * _summed((outputs - targets).pow(2))

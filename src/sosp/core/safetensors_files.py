@@ -47,7 +47,7 @@ def write_safetensors(path: Path, description: str, tensors: Mapping[str, Tensor
     try:
         target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():
-            raise CheckpointError("is there already and not a file; give the name of a file.")
+            raise CheckpointError("already exists and is not a file; give the name of a file.")
         with _make_temporary_path(target) as temporary:
             _write(temporary, whole, tensors)
             os.replace(temporary, target)
@@ -102,7 +102,7 @@ def read_safetensors(path: Path) -> tuple[str, dict[str, Tensor]]:
     except Exception as error:  # torch adds exceptions of its own to those of safetensors
         raise CheckpointError(f"is truncated or damaged ({describe_error(error)}).") from error
     if found != given:
-        raise CheckpointError("is damaged or was changed after it was written: its checksum does not fit.")
+        raise CheckpointError("is damaged or was changed after it was written: its checksum does not match.")
     return description, tensors
 
 
@@ -118,16 +118,18 @@ def _check_header(path: Path) -> None:
     header = int.from_bytes(start[:8], "little")
     if len(start) < 9 or start[8:] != b"{" or header > LONGEST:
         hint = " It looks like a file of torch.save." if start.startswith(b"PK\x03\x04") else ""
-        raise CheckpointError(f"is not a safetensors file, so not one that sosp.save wrote.{hint}")
+        raise CheckpointError(f"is not a safetensors file, so it was not written by sosp.save.{hint}")
     if size < 8 + header:
-        raise CheckpointError(f"is truncated: {size} bytes, of which the header alone should be {8 + header}.")
+        raise CheckpointError(f"is truncated: it has {size} bytes, but its header alone should have {8 + header}.")
 
 
 def _open(metadata: Mapping[str, str]) -> tuple[str, str]:
     """The checksum and the description without its start."""
     start = START.match(metadata.get(KEY, ""))
     if start is None:
-        raise CheckpointError("is a safetensors file that sosp.save did not write: it has no description of a model.")
+        raise CheckpointError(
+            "is a safetensors file that was not written by sosp.save: it has no description of a model."
+        )
     if int(start[1]) > FORMAT:
         raise CheckpointError(
             f"was written by a newer sosp (format {start[1]}; this one reads up to {FORMAT}). Upgrade sosp to read it."

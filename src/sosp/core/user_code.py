@@ -26,7 +26,7 @@ def load_function(name: str) -> Callable[..., Any]:
 
 def _file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise ArgumentError(f"there is no file {path} (looked for from {Path.cwd()}).")
+        raise ArgumentError(f"there is no file {path} (relative to {Path.cwd()}).")
     name = f"sosp_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # the name ends with .py
@@ -45,8 +45,10 @@ def _module(place: str) -> ModuleType:
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{place}.".startswith(f"{error.name}."):
             raise ArgumentError(
-                f"there is no module {place!r} to import; of a file give the path, with .py."
+                f"there is no module {place!r} to import. For a file, give its path, which ends with .py."
             ) from error
         raise  # something that the user's module needs
     except (TypeError, ValueError) as error:  # '' or '.name'
-        raise ArgumentError(f"{place!r} is no name of a module; of a file give the path, with .py.") from error
+        raise ArgumentError(
+            f"{place!r} is not the name of a module. For a file, give its path, which ends with .py."
+        ) from error

@@ -94,10 +94,13 @@ class Batching:
             raise ArgumentError(f"rank={self.rank} does not exist among ranks={self.ranks}; the first is 0.")
         if self.batch < self.ranks:
             raise ArgumentError(
-                f"batch={self.batch} is for all ranks together; with ranks={self.ranks} some get nothing."
+                f"batch={self.batch} is the total over all ranks; with ranks={self.ranks} some ranks would get no "
+                "images."
             )
         if not len(self):
-            raise ArgumentError(f"batch={self.batch} with drop_last leaves nothing of {self.total} images.")
+            raise ArgumentError(
+                f"batch={self.batch} with drop_last drops all {self.total} images: they do not fill one batch."
+            )
 
     def __len__(self) -> int:
         return self.total // self.batch if self.drop_last else -(-self.total // self.batch)
@@ -105,7 +108,7 @@ class Batching:
     def since(self, start: int) -> range:
         """The numbers of the batches from ``start`` on; none when the epoch is just over."""
         if check_whole_number("start", start, least=0) > len(self):
-            raise ArgumentError(f"start={start} lies beyond the epoch of {len(self)} batches.")
+            raise ArgumentError(f"start={start} is beyond the end of the epoch, which has {len(self)} batches.")
         return range(start, len(self))
 
     def rows(self, k: int) -> range:

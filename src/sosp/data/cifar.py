@@ -77,24 +77,26 @@ def find_version(known: Cifar, root: Path) -> tuple[CifarVersion, Path]:
 
 def describe_incomplete(known: Cifar, version: CifarVersion, at: Path) -> str:
     missing = [name for name in version.files if name not in version.present(at)]
-    return f"{at} holds only a part of {known.title}; missing: {', '.join(missing)}. {_advise_unpacking(version, at)}"
+    return (
+        f"{at} contains only a part of {known.title}; missing: {', '.join(missing)}. {_advise_unpacking(version, at)}"
+    )
 
 
 def _advise_unpacking(version: CifarVersion, at: Path) -> str:
     for archive in (at / version.archive, at.parent / version.archive):
         if archive.is_file():
             return f"Unpack again: tar xf {archive} -C {archive.parent}"
-    return f"Get {version.archive} from {ADDRESS} and unpack it again."
+    return f"Download {version.archive} from {ADDRESS} and unpack it again."
 
 
 def describe_missing(known: Cifar, root: Path) -> str:
     for version in known.versions:
         if (archive := root / version.archive).is_file():
-            return f"{known.title} lies in {root} as {archive.name}; {folder_contents.advise_unpacking(archive)}"
+            return f"{known.title} is in {root} as {archive.name}; {folder_contents.advise_unpacking(archive)}"
     version = known.versions[0]
     return (
-        f"there is no {known.title} in {root}, which {folder_contents.describe_folder(root)}. "
-        f"Wanted is {version.folder}/ with {version.files[0]} ...; get {version.archive} from {ADDRESS}"
+        f"there is no {known.title} in {root}, which {folder_contents.describe_folder(root)}. Expected "
+        f"{version.folder}/ with {version.files[0]} ...; download {version.archive} from {ADDRESS}"
     )
 
 
@@ -142,7 +144,7 @@ def _python(raw: bytes, classes: int) -> Images:
         raise DataError(f"has labels that are not a list of numbers from 0 to {classes - 1}.")
     shape = (len(labels), PIXELS)
     if not isinstance(pixels, pickles.ByteArray) or pixels.shape != shape or len(pixels.raw) != len(labels) * PIXELS:
-        raise DataError(f"has {len(labels)} labels, and not as many images of {PIXELS} bytes.")
+        raise DataError(f"has {len(labels)} labels, but not the same number of images of {PIXELS} bytes.")
     return _rows(pixels.raw, PIXELS), np.array(labels, dtype=np.int64)
 
 
@@ -151,7 +153,7 @@ def _binary(raw: bytes, version: CifarVersion, classes: int) -> Images:
     rows = _rows(raw, version.label_bytes + PIXELS)
     labels = rows[:, version.label_bytes - 1].astype(np.int64)
     if labels.max() >= classes:
-        raise DataError(f"has a label {labels.max()}, and the classes are 0 to {classes - 1}.")
+        raise DataError(f"has a label {labels.max()}, but the classes are 0 to {classes - 1}.")
     return rows[:, version.label_bytes :], labels
 
 
@@ -180,7 +182,7 @@ def check_bytes(known: Cifar, version: CifarVersion, name: str, raw: bytes) -> N
 
 
 def _advise_check(version: CifarVersion) -> str:
-    return f"Was it cut short? Unpack {version.archive} again ({ADDRESS}), or take it as it is with checked=False."
+    return f"Is it truncated? Unpack {version.archive} again ({ADDRESS}), or skip the check with checked=False."
 
 
 def check_dataset(known: Cifar, version: CifarVersion, at: Path, train: Images, test: Images) -> None:

@@ -21,10 +21,10 @@ def check_folder(folder: object) -> Path:
     if not path.exists():
         raise DataError(f"there is no folder {path}.{_nearest_parent(path)}")
     if not path.is_dir():
-        unpack = advise_unpacking(path) if is_archive(path) else "give the folder that holds the data."
+        unpack = advise_unpacking(path) if is_archive(path) else "give the folder that contains the data."
         raise DataError(f"{path} is a file; {unpack}")
     if not os.access(path, os.R_OK | os.X_OK):
-        raise DataError(f"{path} may not be read by this user; change its permissions.")
+        raise DataError(f"{path} cannot be read by this user; change its permissions.")
     return path
 
 
@@ -84,9 +84,9 @@ def describe_folder(path: Path) -> str:
     if has_classes(path):
         return f"looks like an image folder with a folder for each class: sosp.data.folder({str(path)!r})"
     if packed := list_archives(path):
-        each = "unpack each into a folder of its own name"
-        return f"holds {packed[0].name}; {advise_unpacking(packed[0]) if len(packed) == 1 else each}"
+        each = "unpack each archive into a folder with the same name"
+        return f"contains {packed[0].name}; {advise_unpacking(packed[0]) if len(packed) == 1 else each}"
     if has_image(path):
-        return "holds images, but no folder for each class"
+        return "contains images, but no folder for each class"
     names = sorted(os.listdir(path))
-    return f"holds {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "is empty"
+    return f"contains {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "is empty"

@@ -174,7 +174,7 @@ class DecodingPass:
             row = whole[(row - whole.start + 1) % len(whole)]
             found = self.decode(row)
         raise DataError(
-            f"not one of the {len(whole)} images of batch {k} can be read, the first of them {self.file(whole[0])}."
+            f"none of the {len(whole)} images of batch {k} can be read; the first is {self.file(whole[0])}."
         )
 
     def file(self, row: int) -> str:
@@ -184,4 +184,4 @@ class DecodingPass:
         file, known = self.file(row), self.source.reported
         if file not in known:
             known.add(file)
-            warn_unreadable([(file, reason)], len(self.source), "another of its batch stands in for it")
+            warn_unreadable([(file, reason)], len(self.source), "are replaced by other images of the batch")

@@ -22,8 +22,8 @@ SLAB = 256  # files that a thread looks at in one go
 NAMED = 10  # folders that a message lists
 THREADS = 8  # more wait for each other: 16 decoded fewer images a second
 WANTED = (
-    "Wanted is a folder for each class with its images in it; labels in a list, such as ImageNet's for val/, must be "
-    "turned into such folders first."
+    "Expected one folder per class that contains its images. If the labels are in a list, as for ImageNet's val/, "
+    "move the images into such folders first."
 )
 
 
@@ -66,7 +66,7 @@ def _source(
     number = {name: i for i, name in enumerate(classes)}
     rows = [(file, number[name]) for name, files in tree.files.items() for file in files if file not in bad]
     if not rows:
-        raise DataError(f"not one of the images in {tree.root} can be read.")
+        raise DataError(f"none of the images in {tree.root} can be read.")
     files, labels = zip(*rows, strict=True)
     return Folder(files, torch.tensor(labels), size, round(size * 256 / 224), scale, threads)
 
@@ -93,9 +93,9 @@ def read_parts(root: Path) -> list[ClassFolders]:
     train, test = (read_class_folders(part) for part in both)
     if strange := [name for name in test.files if name not in train.files]:
         raise DataError(
-            f"{test.root} has classes that {train.root} has not: {_list(strange)}."
-            f"{suggest_name(strange[0], train.files)} "
-            "A class's number is the rank of its folder's name in train/, so val/ may have no others."
+            f"{test.root} has classes that {train.root} does not have: "
+            f"{_list(strange)}.{suggest_name(strange[0], train.files)} Classes are numbered by the sorted folder "
+            "names in train/, so val/ cannot have other classes."
         )
     return [train, test]
 
@@ -126,7 +126,10 @@ def read_class_folders(root: Path) -> ClassFolders:
         raise DataError(f"there is no image in {root}, which {folder_contents.describe_folder(root)}. {WANTED}")
     if empty := [name for name, files in found.files.items() if not files]:
         many = f"{len(empty)} of {len(found.files)} class folders in {root}"
-        raise DataError(f"{many} hold no image: {_list(empty)}. Was it unpacked to the end? Remove what is no class.")
+        raise DataError(
+            f"{many} contain no images: {_list(empty)}. Was the archive unpacked completely? Remove folders that are "
+            "not classes."
+        )
     return found
 
 

@@ -79,14 +79,14 @@ def _cifar(known: Cifar, root: Path) -> DatasetFinding:
             return DatasetFinding(
                 known.name, archive, "packed", ("not unpacked yet",), folder_contents.advise_unpacking(archive)
             )
-    return DatasetFinding(known.name, root, "absent", (), f"get {known.versions[0].archive} from {ADDRESS}")
+    return DatasetFinding(known.name, root, "absent", (), f"download {known.versions[0].archive} from {ADDRESS}")
 
 
 def _version(known: Cifar, version: CifarVersion, at: Path) -> DatasetFinding:
     missing = [f"{name} is missing" for name in version.files if name not in version.present(at)]
     wrong = [*missing, *find_damage(known, version, at)]
     if wrong:
-        return DatasetFinding(known.name, at, "incomplete", tuple(wrong), f"get {version.archive} from {ADDRESS}")
+        return DatasetFinding(known.name, at, "incomplete", tuple(wrong), f"download {version.archive} from {ADDRESS}")
     count = sum(count_images(known, version, name) for name in version.train)
     return DatasetFinding(known.name, at, "complete", (f"{count:,} training and {known.test:,} test images",))
 
@@ -115,16 +115,16 @@ def _divided(at: Path) -> DatasetFinding:
     known = _recognise_classes(set(train))
     there = f"{len(train)} classes, {sum(train.values()):,} training and {sum(test.values()):,} test images"
     wrong = list(_find_problems(train, test, known))
-    name, advice = (known.name, f"the whole set: {known.address}") if known else ("folder", "")
+    name, advice = (known.name, f"full dataset: {known.address}") if known else ("folder", "")
     return DatasetFinding(name, at, "incomplete" if wrong else "complete", (there, *wrong), advice if wrong else "")
 
 
 def _find_problems(train: dict[str, int], test: dict[str, int], known: PublishedImageSet | None) -> Iterator[str]:
     for half, counts in (("training", train), ("test", test)):
         if empty := [name for name, count in counts.items() if not count]:
-            yield f"{len(empty)} {half} folders without images, the first {empty[0]}"
+            yield f"{len(empty)} {half} folders without images, the first is {empty[0]}"
     if strange := sorted(set(test) - set(train)):
-        yield f"{len(strange)} classes only among the test images, the first {strange[0]}"
+        yield f"{len(strange)} classes occur only among the test images, the first is {strange[0]}"
     if known and (sum(train.values()), sum(test.values())) != (known.train, known.test):
         yield f"the published {known.name} has {known.train:,} and {known.test:,}"
 
@@ -139,7 +139,9 @@ def _recognise_classes(classes: set[str]) -> PublishedImageSet | None:
 def _undivided(at: Path) -> DatasetFinding:
     counts = [len(list_images(part)) for part in folder_contents.list_folders(at)]
     there = f"{len(counts)} classes, {sum(counts):,} images, not divided into train/ and val/"
-    return DatasetFinding("folder", at, "complete", (there,), "good for evaluation; training would use the same images")
+    return DatasetFinding(
+        "folder", at, "complete", (there,), "use it for evaluation only: training would use the same images"
+    )
 
 
 def _report_missing(known: PublishedImageSet, root: Path) -> DatasetFinding:
@@ -148,4 +150,4 @@ def _report_missing(known: PublishedImageSet, root: Path) -> DatasetFinding:
         return DatasetFinding(
             known.name, packed[0], "packed", ("not unpacked yet",), folder_contents.advise_unpacking(packed[0])
         )
-    return DatasetFinding(known.name, root, "absent", (), f"get it from {known.address}")
+    return DatasetFinding(known.name, root, "absent", (), f"download it from {known.address}")

@@ -48,11 +48,11 @@ def parse_pickle(data: bytes) -> Any:
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"is damaged: at byte {machine.at} it stops making sense ({type(error).__name__}).") from error
+        raise DataError(f"is damaged: it cannot be decoded at byte {machine.at} ({type(error).__name__}).") from error
 
 
 def refuse_content(what: str) -> NoReturn:
-    raise DataError(f"holds {what}, which no CIFAR file does. It was not executed.")
+    raise DataError(f"contains {what}, which CIFAR files never contain. It was not executed.")
 
 
 class PickleInterpreter:
@@ -82,7 +82,7 @@ class PickleInterpreter:
     def take(self, count: int) -> bytes:
         found = self.data[self.at : self.at + count]
         if len(found) < count:
-            raise DataError(f"ends early: {count} bytes were to follow byte {self.at}, {len(found)} do.")
+            raise DataError(f"ends early: {count} bytes should follow byte {self.at}, but only {len(found)} do.")
         self.at += count
         return found
 
@@ -112,12 +112,12 @@ class PickleInterpreter:
 
     def extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        target.extend(items) if type(target) is list else refuse_content("an append to what is no list")
+        target.extend(items) if type(target) is list else refuse_content("an append to something that is not a list")
 
     def update(self, items: list[Any]) -> None:
         target, keys = self.stack[-1], [decode_text(key) for key in items[::2]]
         target.update(zip(keys, items[1::2], strict=True)) if type(target) is dict else refuse_content(
-            "a key in no dict"
+            "a key outside a dict"
         )
 
     # --- names, and what is made with them ---
@@ -137,7 +137,7 @@ class PickleInterpreter:
                 else refuse_content(f"an array of {decode_text(given[0])[:20]!r}")
             )
         else:
-            refuse_content("a call of what is no function")
+            refuse_content("a call of something that is not a function")
 
     def build(self) -> None:
         state = self.stack.pop()

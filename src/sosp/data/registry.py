@@ -38,7 +38,7 @@ def load(name: str, folder: str | os.PathLike[str] | None = None) -> Dataset:
     if name in IN_FOLDERS:
         if folder is None:
             raise ArgumentError(
-                f"{name!r} is read from files: say where they are with folder=... (in the shell --data-dir)."
+                f"{name!r} is read from files: give their folder with folder=... (--data-dir on the command line)."
             )
         return IN_FOLDERS[name](folder)
     if name in EMBEDDED:
@@ -49,8 +49,8 @@ def load(name: str, folder: str | os.PathLike[str] | None = None) -> Dataset:
         return _load_user_dataset(name, folder)
     known = [*IN_FOLDERS, *EMBEDDED]
     raise ArgumentError(
-        f"there is no dataset {name!r}.{suggest_name(name, known)} Choose one of: {', '.join(known)}; "
-        "or name a function of yours: path/to/file.py:function or package.module:function."
+        f"there is no dataset {name!r}.{suggest_name(name, known)} Choose one of: {', '.join(known)}; or name your "
+        "own function: path/to/file.py:function or package.module:function."
     )
 
 

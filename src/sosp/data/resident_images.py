@@ -66,7 +66,9 @@ class Resident:
         unit = 255.0 if images.dtype == torch.uint8 else 1.0
         scale = Scale.of((0.0,) * channels if mean is None else mean, (1.0,) * channels if std is None else std, unit)
         if scale.mean.shape[1] != channels:
-            raise ArgumentError(f"mean and std have {scale.mean.shape[1]} numbers, the images {channels} channels.")
+            raise ArgumentError(
+                f"mean and std have {scale.mean.shape[1]} values, but the images have {channels} channels."
+            )
         stored = F.pad(images if images.dtype == torch.uint8 else images.detach().float(), (pad,) * 4).contiguous()
         return cls(stored, labels.to(images.device).long(), scale.to(images.device), pad, flip)
 

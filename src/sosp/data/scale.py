@@ -26,7 +26,9 @@ class Scale:
     @classmethod
     def of(cls, mean: Sequence[float], std: Sequence[float], unit: float) -> Scale:
         if len(mean) != len(std):
-            raise ArgumentError(f"mean={tuple(mean)} and std={tuple(std)} must have as many numbers, one per channel.")
+            raise ArgumentError(
+                f"mean={tuple(mean)} and std={tuple(std)} must have the same number of values, one per channel."
+            )
         if not all(map(math.isfinite, mean)) or not all(0 < s < math.inf for s in std):
             raise ArgumentError(f"mean={tuple(mean)} must be finite and std={tuple(std)} finite and above 0.")
         return cls(_column([unit]), _column(mean), _column(std))

@@ -309,7 +309,7 @@ class TensorRegistry:
             layer = self.graph.dense[name]
             known = self.graph.slices[name] = Slices(name, layer.out_axis, layer.out)
             for into in layer.into:
-                self.pin(into, "weight", "the weight is also used by hand, all of its columns")
+                self.pin(into, "weight", "the code also uses the weight directly, with all of its columns")
         elif known is None:
             axis = self._long_axis(name, x)
             if axis is None:

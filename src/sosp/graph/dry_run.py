@@ -104,7 +104,9 @@ def _find_reasons(flow: Flow, layout: Layout, mode: str, run: DryRunMode, fixed:
     if run.took_other_path:
         ids = find_exposed_values(flow.graph, flow.unused_modules)
         if (layout.counts[ids] == 0).any():
-            pins.append(build_path_pin(flow.graph, ids, "with channels gone, the code takes another way"))
+            pins.append(
+                build_path_pin(flow.graph, ids, "without the removed channels, the code takes a different path")
+            )
     for record in run.failed[:-1] if run.took_other_path else run.failed:
         axis = _find_axis((*flow.fixed, *fixed), record, layout.counts)
         if axis is not None:
@@ -176,7 +178,7 @@ class DryRunMode(TorchFunctionMode):
         self.compare(record, collect_numbers(name, tree_leaves((args, kwargs))))
         wanted = self.expected(record)
         if self.decides and wanted is not None and self.other_rows(outputs, record, wanted):
-            raise OtherPathError(f"{name}: other rows than for the whole network")
+            raise OtherPathError(f"{name}: the outputs have other rows than for the unpruned network")
         if wanted is None or [tuple(x.shape) for x in outputs] != [w.shape for w in wanted]:
             return self.record_failure(record)
         if record.moves and not self.same_order(func, name, args, kwargs, record, wanted):
@@ -185,7 +187,7 @@ class DryRunMode(TorchFunctionMode):
 
     def next(self, name: str, error: Exception | None) -> OpRecord:
         if self.at >= len(self.records) or self.records[self.at].name != name:
-            raise OtherPathError(f"{name}: the code took another way than for the whole network") from error
+            raise OtherPathError(f"{name}: the code took a different path than for the unpruned network") from error
         self.at += 1
         return self.records[self.at - 1]
 
@@ -291,7 +293,7 @@ def compare_ops(
         with mode:
             call_model(twin, inputs)
         if decides and mode.at < len(records):
-            raise OtherPathError("the code was done earlier than for the whole network")
+            raise OtherPathError("the code finished earlier than for the unpruned network")
     except Exception as error:  # the user's own check of a size, between two ops
         mode.took_other_path = decides and isinstance(error, OtherPathError)
         mode.failed.append(records[min(mode.at, len(records) - 1)])

@@ -211,8 +211,8 @@ class Flow:
         for layer, channels in removed.items():
             if layer not in self.graph.calls:
                 raise StructureError(
-                    f"channels of {layer!r} are to be removed, which does not run on this example: give the example "
-                    "that the mask was made with."
+                    f"the mask removes channels of {layer!r}, but this layer does not run on the example: give the "
+                    "example that the mask was made with."
                 )
             for module in places.get(layer) or (layer,):
                 for cut in self.graph.calls.get(module, [])[:1]:

@@ -49,12 +49,12 @@ def refuse_kept_tensors(model: nn.Module) -> None:
                 name = f"{path}.{key}" if path else key
                 if hasattr(module, f"{key}_v") or hasattr(module, f"{key}_orig"):
                     raise StructureError(
-                        f"{name!r} is computed in the old way of torch.nn.utils, which cannot be copied. Take the "
-                        "weight_norm or spectral_norm of torch.nn.utils.parametrizations."
+                        f"{name!r} is computed by the old weight_norm or spectral_norm of torch.nn.utils, which "
+                        "cannot be copied. Use those of torch.nn.utils.parametrizations."
                     )
                 raise StructureError(
-                    f"{name!r} is a tensor that forward kept together with its graph, and torch cannot copy that. Keep "
-                    f"it without, self.{key} = x.detach(), or let it go before: model.{name} = None."
+                    f"{name!r} is a tensor that forward stored with its autograd graph, which torch cannot copy. "
+                    f"Store it detached, self.{key} = x.detach(), or delete it first: model.{name} = None."
                 )
 
 
@@ -77,7 +77,7 @@ def shorten_example(example: Any, most: int = 2) -> Any:
     """The first rows of the example, two at least (batch norms in train mode need more than one)."""
     count = count_input_examples(example)
     if any(isinstance(x, Tensor) and x.dim() and not len(x) for x in tree_leaves(example)):
-        raise StructureError("the example is empty: give it one row at least.")
+        raise StructureError("the example is empty: give it at least one row.")
     return tree_map(
         lambda x: _cut(x, most) if isinstance(x, Tensor) and x.dim() and x.shape[0] == count else x, example
     )
@@ -118,7 +118,10 @@ def pin_other_paths(graph: Graph, unused: tuple[str, ...]) -> None:
     """Where values decide and layers did not run: pin what a way that was not seen could read."""
     if not graph.decisions or not unused:
         return
-    why = f"its values decide what runs, and {format_names(unused)} did not: what another way reads is not known"
+    why = (
+        f"its values decide which layers run, and {format_names(unused)} did not run: what another path reads is not "
+        "known"
+    )
     graph.pins.append(build_path_pin(graph, find_exposed_values(graph, unused), why))
 
 
@@ -173,13 +176,14 @@ def format_path_warning(decisions: Iterable[Decision], unused: tuple[str, ...]) 
     lines = format_names(tuple(dict.fromkeys(f"{d.op} at {d.where}" for d in found)))
     if unused:
         return (
-            f"the code decides by values what runs ({lines}), and {format_names(unused)} did not run on the example: "
-            "not offered for pruning, and what it might read keeps its width. Give an example on which more of the "
-            "layers run, or print(sosp.trace(model, example)) to see what is pinned."
+            f"the code branches on the values of tensors ({lines}), and {format_names(unused)} did not run on the "
+            "example. These layers cannot be pruned, and the channels that they might read are kept. Give an example "
+            "on which more of the layers run, or print(sosp.trace(model, example)) to see what is pinned."
         )
     return (
-        f"the code decides by values ({lines}). It is cut along the way that the example takes; an input that takes "
-        "another way may meet widths that do not fit. Compare the result with sosp.masked(model, mask) on such inputs."
+        f"the code branches on the values of tensors ({lines}). The network is pruned for the path that the example "
+        "takes. An input that takes another path may meet widths that do not match. Compare the result with "
+        "sosp.masked(model, mask) on such inputs."
     )
 
 

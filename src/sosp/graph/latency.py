@@ -89,7 +89,7 @@ def _device(device: Any) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"device={device!r} is no device: {str(error).splitlines()[0]}") from error
+        raise ArgumentError(f"device={device!r} is not a device: {str(error).splitlines()[0]}") from error
 
 
 def _prepare_call(model: nn.Module, example: Any, where: torch.device) -> Callable[[], float]:

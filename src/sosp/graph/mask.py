@@ -82,8 +82,9 @@ class Mask:
         """
         if structures is None and self.norms:
             raise ArgumentError(
-                f"removed channels reach {next(iter(self.norms))!r}, a norm further on, and other ones will reach it "
-                "elsewhere. Give the structures that the mask was chosen from: mask.shuffled(generator, structures)."
+                f"removed channels reach {next(iter(self.norms))!r}, a later norm, which the shuffled ones would "
+                "reach at other positions. Give the structures that the mask was chosen from: "
+                "mask.shuffled(generator, structures)."
             )
         widths = {layer.name: layer.channels for layer in self.layers}
         order = {n: torch.randperm(widths[n], generator=generator, device=generator.device) for n in self.removed}
@@ -135,7 +136,7 @@ def _norms(structures: Structures, removed: Mapping[str, Tensor]) -> dict[str, T
 def _indices(layers: Mapping[str, Layer], name: str, channels: Iterable[int] | Tensor) -> Tensor:
     if name not in layers:
         raise StructureError(
-            f"the mask names {name!r}, which is no prunable layer of the model (or is its output layer)."
+            f"the mask names {name!r}, which is not a prunable layer of the model (or is its output layer)."
             + suggest_name(name, layers)
         )
     size = layers[name].channels
@@ -146,7 +147,7 @@ def _indices(layers: Mapping[str, Layer], name: str, channels: Iterable[int] | T
         if flags.shape != (size,):
             raise StructureError(
                 f"the mask gives flags of shape {tuple(flags.shape)} for {name!r}; give one for each of its {size} "
-                "channels, true for those that go, or a list of channels."
+                "channels, true for those to remove, or a list of channels."
             )
         return flags.nonzero().flatten().cpu()
     channels = list(channels)

@@ -111,7 +111,7 @@ def _layer(registry: TensorRegistry, use: DenseCall, into: Ids) -> DenseWeight |
         graph.tie(raw.ids, into)
     elif raw is not None:
         graph.tie(raw.ids, layer.out)
-        registry.pin(into, use.op, "the weight is also used by hand, all of its columns")
+        registry.pin(into, use.op, "the code also uses the weight directly, with all of its columns")
     return layer
 
 
@@ -138,7 +138,7 @@ def _tie_bias(registry: TensorRegistry, use: DenseCall, out: Ids) -> None:
 
 def _label_computed_weight(registry: TensorRegistry, use: DenseCall) -> Labels:
     """A weight that the code computes: its rows may follow the channels of what it is computed from."""
-    registry.pin_tensor(use.x, use.op, "its weight is computed: no column of it can be dropped")
+    registry.pin_tensor(use.x, use.op, "its weight is computed, so no column of it can be removed")
     rows = registry.channels(use.weight, use.out_axis)
     if rows is None or len(rows) != use.width or use.groups > 1:
         registry.pin_tensor(use.weight, use.op, "its weight is computed")

@@ -245,7 +245,7 @@ def apply_recipe(model: nn.Module, recipe: Recipe) -> None:
         layer = model.get_submodule(name)
         kind = find_layer_type(layer)
         if kind is None:
-            raise StructureError(f"{name!r} is no layer that could be emptied.")
+            raise StructureError(f"{name!r} is not a layer that can be emptied.")
         replace_module(model, name, ZeroLayer(layer, kind.channels(layer)))
     for name in recipe.passed:
         replace_module(model, name, nn.Identity())
@@ -323,7 +323,7 @@ def _place(module: Any, placing: ScatterIndex | None, device: torch.device) -> N
             handle = module.register_forward_hook(scatter_output)
             module._forward_hooks.move_to_end(handle.id, last=False)  # before the user's own hooks
     elif not present:
-        raise StructureError("there is no scatter to take away.")
+        raise StructureError("there is no scatter to remove.")
     else:
         for key in [k for k, hook in module._forward_hooks.items() if hook is scatter_output]:
             del module._forward_hooks[key]

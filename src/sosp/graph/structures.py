@@ -59,7 +59,7 @@ def find_structures(
         if name in seen.cut_off:
             raise StructureError(
                 f"{name!r} is computed, but the model's output does not depend on it differentiably (torch.no_grad, "
-                f".detach() or an integer conversion behind it?). Exclude it with exclude=[{name!r}]."
+                f".detach() or an integer conversion after it?). Exclude it with exclude=[{name!r}]."
             )
     left = [n for n in left if n not in seen.output_layers]
     if not left:
@@ -175,7 +175,7 @@ def _refuse_computed(model: nn.Module, name: str) -> None:
     if "weight" not in model.get_submodule(name)._parameters:
         raise StructureError(
             f"the weight of {name!r} is computed from other parameters (weight_norm, a parametrization). Exclude it "
-            f"with exclude=[{name!r}], make it plain (remove_parametrizations), or use kind='filters'."
+            f"with exclude=[{name!r}], make it an ordinary parameter (remove_parametrizations), or use kind='filters'."
         )
 
 
@@ -202,8 +202,9 @@ def _coupled_ids(layers: dict[str, Layer], flow: Flow | None) -> tuple[Tensor, .
     """
     if flow is None:
         raise StructureError(
-            "groups='coupled' needs to follow the network's channels, and it does not run outside of your own code "
-            "(sosp.trace(model, example) says why). Name them: groups=[['layer1.0.conv2', 'layer1.1.conv2'], ...]."
+            "groups='coupled' needs to trace the network's channels, but this network cannot be traced "
+            "(sosp.trace(model, example) says why). Name the groups: groups=[['layer1.0.conv2', 'layer1.1.conv2'], "
+            "...]."
         )
     together, free = flow.coupled([norm for layer in layers.values() for norm in layer.norms])
     places = {n: flow.graph.calls[n][0].out for n in layers if n in flow.graph.calls}
@@ -226,7 +227,7 @@ def _coupled_ids(layers: dict[str, Layer], flow: Flow | None) -> tuple[Tensor, .
             )
         )
     if not numbers:
-        raise StructureError("no stream of the network can lose a channel as a whole: use groups='independent'.")
+        raise StructureError("no channel can be removed from all layers of its stream: use groups='independent'.")
     return tuple(found)
 
 
@@ -255,7 +256,7 @@ def _members(layers: dict[str, Layer], groups: Sequence[Group]) -> list[list[tup
         for name in group:
             if name not in layers:
                 raise StructureError(
-                    f"groups name {name!r}, which is no prunable layer.{suggest_name(str(name), layers)}"
+                    f"groups name {name!r}, which is not a prunable layer.{suggest_name(str(name), layers)}"
                 )
         if isinstance(group, Mapping):
             found.append([(name, _whole(name, c)) for name, channels in group.items() for c in channels])
@@ -306,7 +307,7 @@ def _weights(model: nn.Module, seen: LayerTrace, excluded: set[str]) -> Structur
             macs = per_channel.macs * per_channel.channels / p.numel() if key == "weight" else 0.0
             layers.append(Layer(f"{name}.{key}", p.numel(), 0, (), per_channel.kernel, 1.0, macs))
     if not layers:
-        raise StructureError("the model has no prunable weight: no convolution or linear layer is left to prune.")
+        raise StructureError("the model has no prunable weight: no convolution or linear layer remains to prune.")
     start = 0
     ids = []
     for layer in layers:

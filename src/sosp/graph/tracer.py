@@ -203,7 +203,11 @@ class Tracer(TorchFunctionMode):
         if copies is not None:
             return [compress_labels(x) for x in copies], True
         lost = self.registry.find_mixing_op(call.leaves)
-        why = f"it meets what {lost} made by mixing channels" if lost else f"{call.name} mixes the channels it is given"
+        why = (
+            f"it is combined with the output of {lost}, which mixes channels"
+            if lost
+            else f"{call.name} mixes the channels it is given"
+        )
         for k in call.tensors:
             self.registry.pin_tensor(call.leaves[k], call.name, why)
         return [None] * len(call.shapes), False

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sosp.graph.dry_run import DryRunMode
     from sosp.graph.flow import Flow
 
-WHY = "the code computes with how many there are"
+WHY = "the code uses the number of channels as a value"
 Width = tuple[str, str]  # module, attribute
 
 

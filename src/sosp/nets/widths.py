@@ -49,8 +49,8 @@ def _factors(layers: Sequence[str], width: Width, head: str) -> dict[str, float]
 def _factor(what: str, found: object) -> float:
     if not is_number(found) or not 0 < found <= MOST:
         raise ArgumentError(
-            f"{what}={found!r} must be a number above 0, {MOST} at most, or a mapping from layers to such numbers, "
-            "{'layer1': 2.0}."
+            f"{what}={found!r} must be a number above 0, at most {MOST}, or a mapping from layers to such numbers, "
+            f"{{'layer1': 2.0}}."
         )
     return float(found)
 
@@ -61,10 +61,12 @@ def _find_layers(name: str, layers: Sequence[str], head: str) -> list[str]:
     roots = [n for n in known if isinstance(name, str) and (n == name or fnmatchcase(n, name))]
     covered = [layer for layer in layers if any(part in roots for part in _list_containers(layer))]
     if roots and not covered:
-        raise ArgumentError(f"width names {name!r}, whose width is the number of classes: choose it by classes=.")
+        raise ArgumentError(f"width names {name!r}, whose width is the number of classes: set it with classes=.")
     if not covered:
         hint = suggest_name(str(name), known)
-        raise ArgumentError(f"width names {name!r}, which is no layer of the network, nor holds one.{hint}")
+        raise ArgumentError(
+            f"width names {name!r}, which is neither a layer of the network nor a container of layers.{hint}"
+        )
     return covered
 
 

@@ -11,7 +11,7 @@ from sosp.core.layers import find_layer_type
 from sosp.errors import StructureError
 from sosp.graph.recipe import Recipe, collect_shapes, compute_new_shape
 
-SOURCE_HINT = "Give the network that sosp.shrink, sosp.prune or sosp.load made the small one of."
+SOURCE_HINT = "Give the network that sosp.shrink, sosp.prune or sosp.load made the small one from."
 
 
 def find_recipes_between(small: nn.Module, model: nn.Module) -> tuple[Recipe, ...]:

@@ -236,8 +236,8 @@ def _check_finite(
         if not good:
             part, layer = parts[number // len(named)], named[number % len(named)][0]
             raise DataError(
-                f"what {layer!r} is given or gives is not finite on {part.source}: nothing can be fitted to "
-                "that. Check those inputs, and the weights of both networks (diverged training?)."
+                f"the input or output of {layer!r} is not finite on {part.source}, so the layer cannot be fitted. "
+                "Check those inputs, and the weights of both networks (diverged training?)."
             )
 
 

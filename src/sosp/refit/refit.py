@@ -39,7 +39,7 @@ from sosp.refit.two_layer_fit import TwoLayerSearch
 from sosp.refit.write_back import has_bias_or_norm, write_fit
 
 TARGETS = 2**30  # bytes of the original's values that are held at once
-FAILED_ON_SOME_INPUTS = "it, or what it is compared by, does not run on all of the inputs"
+FAILED_ON_SOME_INPUTS = "it or its comparison point does not run on all inputs"
 
 
 def repair(
@@ -135,7 +135,7 @@ def _run_sweeps(work: RepairSetup, tasks: Sequence[RefitTask], sweeps: int) -> R
     if after.error < before.error:
         state = {n: x.clone() for n, x in work.small.state_dict().items()}
         return RepairOutcome(state, errors, before.agreement, after.agreement, classes)
-    why = "all layers together did not help"
+    why = "refitting all layers did not reduce the error of the outputs"
     kept = [replace(e, after=e.before, ridge=None, why=e.why or why) for e in errors]
     return RepairOutcome(old, kept, before.agreement, before.agreement, classes)
 

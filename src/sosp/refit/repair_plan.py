@@ -80,9 +80,9 @@ def plan_tasks(pair: NetworkPair, parts: Sequence[InputPart]) -> tuple[list[Refi
         reason = wrong.get(name) or _explain_skip(pair, name, owners)
         task = None if reason else _make_task(pair, name, number, inputs)
         if task is None:
-            left[name] = reason or "it cannot be told which channels it has kept"
+            left[name] = reason or "it is not known which channels it kept"
         elif not bool(task.live.any()):
-            left[name] = "nothing of it can be seen from where it is compared"
+            left[name] = "none of its channels are visible where it is compared"
         else:
             tasks.append(task)
     _warn_few_inputs(pair, tasks, inputs)
@@ -102,7 +102,7 @@ def _explain_skip(pair: NetworkPair, name: str, owners: Counter[int]) -> str:
     if pair.here.times[norm] > 1:
         return "its norm serves several layers"
     if name not in pair.there.bases or pair.there.bases[name].tracked.norm != norm:
-        return "the original network calls it in another way"
+        return "the original network calls it differently"
     return ""
 
 
@@ -187,7 +187,7 @@ def _find_unfit_layers(pair: NetworkPair) -> dict[str, str]:
                 ours = ours if getattr(layer, "bias", None) is None else ours + layer.bias
             error = (ours - theirs)[:, places >= 0].abs().sum() / theirs[:, places >= 0].abs().sum().clamp_min(1e-30)
             if not error < 1e-2:  # half precision and TF32 stay below
-                wrong[name] = "it computes something else than its weights times its inputs"
+                wrong[name] = "its output is not its weights times its inputs"
 
         return check
 
@@ -215,8 +215,8 @@ def _warn_few_inputs(pair: NetworkPair, tasks: Sequence[RefitTask], inputs: int)
     if short:
         needed, layer, unknowns, rows = max(short)
         warnings.warn(
-            f"{layer!r} has {unknowns:,} unknowns for each output and the {inputs:,} inputs to fit to give {rows:,} "
-            f"equations: regularisation decides about the rest. Give at least {needed:,} inputs.",
+            f"{layer!r} has {unknowns:,} unknowns for each output, but {inputs:,} inputs give only {rows:,} "
+            f"equations. Regularisation determines the rest. Give at least {needed:,} inputs.",
             FewInputsWarning,
             stacklevel=4,
         )

@@ -94,8 +94,8 @@ class Gram:
             if self.blocks == before:
                 raise
             raise MemoryError(
-                f"the device's memory ran out in the middle of a chunk, with {self.S} structures. Free some of it, "
-                "exclude layers, or use method='sosp-h', which keeps no matrix."
+                f"the device ran out of memory within a chunk, with {self.S} structures. Free memory, exclude layers, "
+                "or use method='sosp-h', which keeps no matrix."
             ) from error
 
     def add(self, rows: Iterator[Tensor]) -> None:

@@ -240,7 +240,7 @@ def explain_refusal(layer: nn.Module, grouped: bool) -> str | None:
     if type(layer) not in KNOWN_LAYERS:  # a class of its own may pad or weigh in its own way
         return f"is a {type(layer).__name__}"
     if not grouped and getattr(layer, "groups", 1) > 1:
-        return f"has {layer.groups} groups, each with a factor of its own"
+        return f"has {layer.groups} groups, each with its own factor"
     return None
 
 

@@ -90,7 +90,7 @@ NEEDS: dict[str, Need] = {
         lambda model, structures: [],
     ),
     "rotation": Need(
-        "a basis of its own, in which it removes directions instead of structures",
+        "its own basis, in which it removes directions instead of structures",
         "Build the smaller network with sosp.eigendamage(model, data, ratio=...)",
         lambda model, structures: [],
     ),

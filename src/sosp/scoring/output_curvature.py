@@ -51,8 +51,8 @@ def _own_labels(own: Tensor, logits: Tensor, labels: Any) -> Tensor:
     loose = 1e-3 if torch.finfo(logits.dtype).bits > 16 else 5e-2
     if best is None or not error <= loose * (1 + float(own.abs())):
         raise LossError(
-            "the model returns a loss of its own that is not the cross-entropy of its logits and labels, so SOSP-I "
-            "does not know its curvature. Use method='sosp-h', or give loss=a function of (outputs, targets) with one "
+            "the model returns its own loss, which is not the cross-entropy of its logits and labels, so SOSP-I does "
+            "not know its curvature. Use method='sosp-h', or give loss=a function of (outputs, targets) with one "
             "loss per example."
         )
     return best
@@ -143,14 +143,14 @@ def _dense_factors(loss: Callable[[Any, Any], Tensor], outputs: Any, chunk: Chun
     D = logits[0].numel()
     if D > LARGEST_R:
         raise LossError(
-            f"SOSP-I with a loss of your own forms its Hessian in the outputs, and there are {D} of them (limit "
+            f"SOSP-I with your own loss forms its Hessian in the outputs, and there are {D} of them (limit "
             f"{LARGEST_R}). Use method='sosp-h', which never forms it."
         )
     R = output_hessian(loss, outputs, chunk)
     w, V = torch.linalg.eigh(R)
     if bool((w < -1e-6 * w.abs().amax().clamp_min(1e-30)).any()):
         raise LossError(
-            "the loss is not convex in the network's outputs, so its Gauss-Newton matrix is no measure of damage. "
+            "the loss is not convex in the network's outputs, so its Gauss-Newton matrix does not measure damage. "
             "Use method='sosp-h' or 'exact', which take any twice differentiable loss."
         )
     root = w.clamp_min(0).sqrt()

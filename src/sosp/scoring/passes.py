@@ -96,9 +96,9 @@ def average_examples(
     counts = distributed.gather_counts(count, device)
     if 0 in counts:
         raise DataError(
-            "the data is empty: not one example to score with. Is the loader's dataset or subset empty?"
+            "the data is empty: it contains no examples to score with. Is the loader's dataset or subset empty?"
             if not any(counts)
-            else f"{sum(counts)} examples are too few for {len(counts)} processes: give every one of them an example."
+            else f"{sum(counts)} examples are too few for {len(counts)} processes: give each of them an example."
         )
     distributed.sum_tensors(*[t for t in total if t is not None])
     return sum(counts), tuple(None if t is None else t.div_(sum(counts)) for t in total)
@@ -292,7 +292,7 @@ def try_in_order(ways: Mapping[str, Way], advice: str = "") -> Way:
                         f"the network could not be differentiated by any of the exact ways tried. {tried}. {advice}"
                     ) from error
                 names.pop(0)
-                text = f"taking a slower exact way ({names[0]}); {told[-1]}"
+                text = f"using a slower exact way ({names[0]}); {told[-1]}"
                 warnings.warn(text, SlowPathWarning, stacklevel=_count_library_frames())
             else:
                 return result

@@ -106,7 +106,7 @@ def _refuse_zeros(saliency: Saliency) -> None:
     if not any(bool((t.abs() > ZERO_TOLERANCE).any()) for t in terms if t is not None):
         raise LossError(
             f"every label of the {saliency.examples:,} examples is {IGNORE_INDEX}, which cross-entropy ignores: there "
-            f"is no loss at all, and every saliency of method={saliency.method!r} is zero. Give labels."
+            f"is no loss, and every saliency of method={saliency.method!r} is zero. Give labels."
         )
 
 
@@ -117,7 +117,7 @@ def _chunks(
     chunks = iter(iterate_chunks(data, examples, generator, alone=not method.labels, device=device))
     head = next(chunks, None)
     if head is None or head.size == 0:
-        raise DataError("the data is empty: there is not one example to score with. Is the loader's dataset empty?")
+        raise DataError("the data is empty: it contains no examples to score with. Is the loader's dataset empty?")
     return itertools.chain([head], chunks)
 
 
@@ -131,8 +131,8 @@ def _saliency(
     if isinstance(found, Values):
         if objective not in (None, "individual"):
             raise ArgumentError(
-                f"objective={objective!r} combines derivatives of the loss, and method={method!r} gives a ranking of "
-                "its own. Leave objective out."
+                f"objective={objective!r} combines derivatives of the loss, and method={method!r} has its own "
+                "ranking. Leave objective out."
             )
         return Saliency(structures, method, None, None, None, found.values, own, found.examples, scope)
     kind = torch.promote_types(dtype, torch.float32)

@@ -59,7 +59,9 @@ def refuse_above_cap(ratio: float, cap: float | None) -> None:
 def _refuse_above(cap: float | None, share: float, what: str) -> None:
     """Raise ArgumentError, beginning with ``what``, if ``share`` is above the cap."""
     if cap is not None and share > cap:
-        raise ArgumentError(f"{what}, but cap={cap} lets a layer lose no more than that. Lower it, or lift the cap.")
+        raise ArgumentError(
+            f"{what}, but cap={cap} limits the share removed from a layer. Lower the share, or raise the cap."
+        )
 
 
 def _round_share(share: float, width: int) -> int:

@@ -84,7 +84,7 @@ def read_saliency(path: str | Path) -> SavedSaliency:
         document, tensors = read_safetensors(file)
         found = parse_json(document)
         if not isinstance(found, dict) or found.get("holds") != "saliency":
-            raise CheckpointError("holds no saliency, but something else that sosp wrote.")
+            raise CheckpointError("was written by sosp but contains no saliency.")
         claims = DOCUMENT(found, "")
         del claims["holds"]
         claims |= _check_tensors(tensors)

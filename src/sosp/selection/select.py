@@ -127,10 +127,13 @@ def _resolve_scope(
         return scope or saliency.scope
     if scope == "global":
         raise ArgumentError(
-            "ratios sets the share of each layer, which scope='global' does not keep. Use scope='layer'."
+            "ratios sets the share of each layer, but scope='global' ranks all layers together. Use scope='layer'."
         )
     if budget is not None:
-        raise ArgumentError(f"ratios sets what every layer loses and {budget.what} how much is left: give one of them.")
+        raise ArgumentError(
+            f"ratios sets the share to remove from each layer, and {budget.what} limits the whole network: give one "
+            "of them."
+        )
     return "layer"
 
 
@@ -233,8 +236,8 @@ def _meet_budget(structures: Structures, chosen: Callable[[int], Tensor], most: 
     while True:
         if low > most or left(flow, most) > target:
             raise ArgumentError(
-                f"{what}={limit} cannot be met: with everything removed that can be removed, {left(flow, most):,} of "
-                f"{whole:,} {what} are left. Raise it, lift the cap, round less, or exclude fewer layers."
+                f"{what}={limit} cannot be met: after everything that can be removed is removed, {left(flow, most):,} "
+                f"of {whole:,} {what} remain. Raise it or the cap, round less, or exclude fewer layers."
             )
         high = most
         while low < high:
@@ -298,13 +301,13 @@ def refuse_disconnected(
     if INPUT not in reached:
         names = ", ".join(repr(n) for n in sorted(blocked))
         why, way = "the mask removes", "Lower the ratio"
-        bound = "let a depthwise layer lose the channels of the one it reads (groups='coupled')"
+        bound = "remove the channels of a depthwise layer together with those it reads (groups='coupled')"
         if not capped:
             bound = "bound the share removed per layer (cap=0.95)"
         if budget is not None:
             why, way = f"{budget.what}={budget.limit} takes", f"Raise {budget.what}"
         raise DisconnectedError(
-            f"{why} every channel of {names}, which cuts the network in two. {way}, {bound}, or exclude the layer."
+            f"{why} every channel of {names}, which disconnects the network. {way}, {bound}, or exclude the layer."
         )
 
 

@@ -97,7 +97,7 @@ class Workspace:
         if name in EMBEDDED:
             found = load(name)
         elif self.setting.data_dir is None:
-            raise DataError(f"{name} is read from files: say where they are with --data-dir DIR.")
+            raise DataError(f"{name} is read from files: give their folder with --data-dir DIR.")
         else:
             found = load(name, self.setting.data_dir)
         return replace(found, train=found.train.to(self.device), test=found.test.to(self.device))
@@ -154,11 +154,11 @@ def parse_weights(given: list[str], known: list[str]) -> dict[str, Path]:
         if not equals or not file:
             raise ArgumentError(f"--weights {word!r} must be NAME=FILE, for instance resnet56=resnet56.safetensors.")
         if not known:
-            raise ArgumentError(f"--weights {word!r}: no cell begins with weights that can be given.")
+            raise ArgumentError(f"--weights {word!r}: no cell starts from weights that can be given.")
         if name not in known:
             raise ArgumentError(
-                f"--weights {word!r}: no cell begins with {name!r}.{suggest_name(name, known)} "
-                f"Known: {', '.join(known)}."
+                f"--weights {word!r}: no cell starts from {name!r}.{suggest_name(name, known)} Known: "
+                f"{', '.join(known)}."
             )
         if not Path(file).is_file():
             raise ArgumentError(f"--weights {word!r}: there is no file {file}.")

@@ -88,9 +88,10 @@ def _advice(flow: Flow, layers: list[str]) -> str:
     decides = format_names(tuple(dict.fromkeys(f"{d.op} at {d.where}" for d in flow.graph.decisions)))
     return (
         "Code that computes with the width of a layer (out_features, x.shape[1]) "
-        + (f"or decides by values ({decides}) " if decides else "")
-        + f"does that. Leave out the layers whose width it is, exclude=[...] with some of {format_names(tuple(layers))}"
-        ", or use sosp.masked. If there is no such code, this is a defect of sosp: please report it, with the network."
+        + (f"or branches on the values of tensors ({decides}) " if decides else "")
+        + "can cause this. Exclude the layers whose width it uses, exclude=[...] with some of "
+        f"{format_names(tuple(layers))}, or use sosp.masked. If there is no such code, this is a bug in sosp: please "
+        "report it, with the network."
     )
 
 
@@ -110,7 +111,7 @@ SUSPECT = {torch.float64: 1e-11, torch.float32: 1e-5}
 WRONG = 1e-7  # of the largest output, in double precision
 ROWS = 8  # of the example are looked at, at a time
 BUG_REPORT_HINT = (
-    "This is a defect of sosp: please report it, with the network. Until then exclude the layers involved "
+    "This is a bug in sosp: please report it, with the network. Until then exclude the layers involved "
     "(print(sosp.trace(model, example)) lists them), or use sosp.masked."
 )
 

@@ -72,7 +72,9 @@ def _factors(model: nn.Module, flow: Flow, factors: Mapping[str, float]) -> dict
             raise ArgumentError(f"the factor for {name!r} is {factor!r}; it must be a number from 1 to 64.")
         named = find_excluded_names(model, [name], parameters=False, what="factors") & layers
         if not named:
-            raise StructureError(f"{name!r} holds no layer whose channels can be followed, so nothing to widen.")
+            raise StructureError(
+                f"{name!r} contains no layer whose channels can be traced, so there is nothing to widen."
+            )
         for layer in named:
             found[layer] = max(found.get(layer, 1.0), float(factor))
     return found
@@ -95,7 +97,7 @@ def make_wide_layout(flow: Flow, factors: Mapping[str, float], named: frozenset[
     stuck = [n for n in stuck if n in named] or (stuck if len(stuck) == len(factors) else [])
     if stuck:
         reasons = [str(p) for p in flow.pinned if set(p.layers) & set(stuck)]
-        reasons = reasons or ["they are added to channels of which the code fixes the number: zeros that pad others."]
+        reasons = reasons or ["they are added to channels whose number the code fixes: zeros that pad other channels."]
         raise StructureError(
             f"{', '.join(map(repr, stuck))} cannot be widened: the width is fixed.\n  " + "\n  ".join(reasons)
         )
@@ -111,7 +113,7 @@ def _check_widths(flow: Flow, layout: Layout, found: Mapping[str, float], factor
         wanted, width = round(found[name] * len(ids)), int(layout.counts[ids].sum())
         if width < wanted:
             raise StructureError(
-                f"{name!r} cannot have {wanted} channels instead of {len(ids)}: they go in groups of equal size. "
+                f"{name!r} cannot have {wanted} channels instead of {len(ids)}: they form groups of equal size. "
                 "Choose a whole factor."
             )
 
@@ -154,8 +156,8 @@ def _check_dry_run(flow: Flow, layout: Layout, recipe: Recipe) -> None:
     for mode, run in try_recipe(flow, layout, recipe):
         for record in run.failed:
             raise SurgeryError(
-                f"the wider network does not run in {mode} mode: {record.name} at {record.where} needs the widths it "
-                "has. Leave the layers around it as they are, or choose a whole factor."
+                f"the wider network does not run in {mode} mode: {record.name} at {record.where} needs the current "
+                "widths. Leave the layers around it as they are, or choose a whole factor."
             )
 
 

@@ -32,7 +32,7 @@ def build_network(name: str, *, classes: int | None = None, width: nets.Width = 
     """
     source, inside = parse_network_name(name)
     if width != 1.0 and source != "sosp":
-        raise ArgumentError(f"width is for sosp: networks; {name!r} has the widths it has.")
+        raise ArgumentError(f"width is for sosp: networks; the widths of {name!r} are fixed.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         found = SOURCES[source].make(inside, classes, width)

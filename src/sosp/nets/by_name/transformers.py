@@ -40,8 +40,8 @@ def _has_weights(folder: Path) -> bool:
         return True
     if pickled := [n for n in names if n.startswith("pytorch_model") and n.endswith(".bin")]:
         raise ArgumentError(
-            f"hf:{folder}: its weights are in {pickled[0]}, a pickle, which is not read. "
-            "Write them as safetensors: model.save_pretrained(folder)."
+            f"hf:{folder}: its weights are in {pickled[0]}, a pickle, which sosp does not read. Save them as "
+            "safetensors: model.save_pretrained(folder)."
         )
     return False
 
@@ -56,10 +56,10 @@ def _default(hub: Any, name: str) -> Any:
     types = import_package("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
     if name in types:
         return hub.AutoConfig.for_model(name)
-    found = "has no config.json" if Path(name).is_dir() else "is no folder"
+    found = "has no config.json" if Path(name).is_dir() else "is not a folder"
     raise ArgumentError(
-        f"hf:{name}: {name} {found}, and no type of transformers.{suggest_name(name, types)} "
-        "Nothing is downloaded: give a folder with a config.json (and model.safetensors for its weights)."
+        f"hf:{name}: {name} {found}, and it is not a model type of transformers.{suggest_name(name, types)} Nothing "
+        "is downloaded: give a folder with a config.json (and model.safetensors for its weights)."
     )
 
 

@@ -15,13 +15,13 @@ from sosp.nets.by_name.network_source import NetworkSource
 
 def _make(name: str, classes: int | None, width: Width) -> Any:
     if classes is not None:
-        raise ArgumentError(f"classes is not for {name!r}, which is called without arguments.")
+        raise ArgumentError(f"classes cannot be set for {name!r}, which is called without arguments.")
     with convert_user_errors(name):
         return load_function(name)()
 
 
 def _example(name: str, model: nn.Module) -> Any:
-    raise ArgumentError(f"it is not known what inputs {name!r} takes: say it (input 3x32x32), or name a dataset.")
+    raise ArgumentError(f"the input shape of {name!r} is not known: give it (input 3x32x32), or name a dataset.")
 
 
 OWN = NetworkSource(_make, _example)

@@ -97,7 +97,7 @@ def _torch_file(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and torch each have their own
         raise CheckpointError(
-            f"{file}: cannot be read as weights ({describe_error(error)}). Wanted is a state dict: save it with "
+            f"{file}: cannot be read as weights ({describe_error(error)}). Expected a state dict: save it with "
             "safetensors.torch.save_file(model.state_dict(), ...) or torch.save(model.state_dict(), ...)."
         ) from error
 
@@ -126,13 +126,13 @@ def _check(model: nn.Module, state: Mapping[str, Tensor], file: Path) -> None:
     other = {n: (tuple(x.shape), mine[n]) for n, x in state.items() if n in mine and tuple(x.shape) != mine[n]}
     gaps = [
         _gap("missing", missing),
-        _gap("unknown to it", strange),
-        _gap("of another shape", [f"{n} is {theirs}, the network's {own}" for n, (theirs, own) in other.items()]),
+        _gap("unknown", strange),
+        _gap("with another shape", [f"{n} is {theirs}, expected {own}" for n, (theirs, own) in other.items()]),
     ]
     if any(gaps):
         hint = _classes(other) if not missing and not strange else ""
         raise CheckpointError(
-            f"{file}: these are the weights of another network than this {type(model).__name__}; of its tensors "
+            f"{file}: these weights are not for this {type(model).__name__}. Tensors: "
             f"{', '.join(filter(None, gaps))}.{hint}"
         )
 

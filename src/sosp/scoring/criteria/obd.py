@@ -115,7 +115,7 @@ def _check_examples_first(problem: Problem) -> Problem:
     chunks = iter(problem.chunks)
     head = next(chunks, None)
     if head is None:
-        raise DataError("the data is empty: there is not one example to score with.")
+        raise DataError("the data is empty: it contains no examples to score with.")
     if not has_examples_first(problem, head if head.size > 2 else head.twice().twice()):
         raise StructureError(
             "method='obd-diagonal' squares the gradient of every example, and a layer of this network mixes examples "

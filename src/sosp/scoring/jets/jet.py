@@ -153,7 +153,7 @@ def _rebind(target: Any, result: Any) -> Jet:
     if result is target:  # dropout in eval mode
         return result
     if not isinstance(target, Jet) or not isinstance(result, Jet) or target.shape != result.shape:
-        raise UnsupportedError("an in-place operation that changes what is no jet, or its shape")
+        raise UnsupportedError("an in-place operation that changes something that is not a jet, or changes its shape")
     if any(other() is not None and other() is not target for other in target.family):
         raise UnsupportedError("an in-place operation on a view")
     target._p, target._t, target.pending = result._p, result._t, result.pending

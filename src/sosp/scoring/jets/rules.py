@@ -106,7 +106,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise UnsupportedError(f"{getattr(func, '__name__', func)} goes behind the back of autograd")
+    raise UnsupportedError(f"{getattr(func, '__name__', func)} bypasses autograd")
 
 
 def _pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

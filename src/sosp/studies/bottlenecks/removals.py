@@ -50,7 +50,7 @@ def count_removals(
         _refuse_by_layer(given.method, given.scope)
         return _ranked(list(given.layers), given.index, given.rank, ratios, given.method)
     if ratios is not None:
-        raise ArgumentError("masks have ratios of their own: omit ratios=, or give a saliency.")
+        raise ArgumentError("masks have their own ratios: omit ratios=, or give a saliency.")
     masks = [given] if isinstance(given, Mask) else list(given)
     if not masks or not all(isinstance(m, Mask) for m in masks):
         raise ArgumentError("give a saliency (sosp.score), a mask, or a list of masks.")

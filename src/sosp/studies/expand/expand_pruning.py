@@ -162,7 +162,7 @@ def _read_choice(setup: ExpansionSetup) -> WideningChoice | None:
             **{**found, "blocks": tuple(found["blocks"]), "constant": UniformFactor(**found["constant"])}
         )
     except (TypeError, KeyError) as error:
-        raise CheckpointError(f"{setup.place / CHOICE}: is not what an expansion wrote ({error}).") from error
+        raise CheckpointError(f"{setup.place / CHOICE}: was not written by an expansion ({error}).") from error
 
 
 def _keep(setup: ExpansionSetup, choice: WideningChoice) -> None:

@@ -33,8 +33,8 @@ def claim_expansion(plan: ExpansionPlan, setup: ExpansionSetup) -> None:
     for key in [*plain, *there]:
         if plain.get(key) != there.get(key):
             raise CheckpointError(
-                f"{setup.place}: holds another expansion: {key} was {there.get(key)!r} and is {plain.get(key)!r}. "
-                "Give another folder, or remove this one."
+                f"{setup.place}: contains a different expansion: {key} was {there.get(key)!r} and is "
+                f"{plain.get(key)!r}. Give another folder, or remove this one."
             )
 
 
@@ -47,7 +47,7 @@ def read_expansion_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: is not what an expansion wrote ({error}). Give another folder.") from error
+        raise CheckpointError(f"{path}: was not written by an expansion ({error}). Give another folder.") from error
 
 
 def write_expansion_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -88,7 +88,7 @@ def encode_record(saved: Saved) -> tuple[str, dict[str, Tensor]]:
     try:
         written = json.dumps(document, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the mask or a recipe holds what JSON cannot ({error}).") from error
+        raise CheckpointError(f"the mask or a recipe contains a value that JSON cannot store ({error}).") from error
     return written, {f"{INDEX}{i}": index for i, index in enumerate(indices.tensors)}
 
 

@@ -30,7 +30,7 @@ def unwrap_model(model: Any) -> nn.Module:
     refuse_uninitialised(model)
     for name, x in collect_tensors(model).items():
         if x.is_meta:
-            raise ArgumentError(f"{name!r} is on the meta device and has no numbers; give a model on a real device.")
+            raise ArgumentError(f"{name!r} is on the meta device and has no values; give a model on a real device.")
     return model
 
 
@@ -58,9 +58,8 @@ def refuse_hooks(model: nn.Module) -> None:
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if any(isinstance(hook, GateHook | InputHook | ZeroWeights) for hook in hooks):
             raise CheckpointError(
-                "the model is masked, which a checkpoint does not hold. Shrink it with sosp.shrink; or save the model "
-                "that was masked with mask=..., and mask it again after loading: "
-                "sosp.inspect(path).mask."
+                "the model is masked, which a checkpoint cannot store. Shrink it with sosp.shrink; or save the model "
+                "that was masked with mask=..., and mask it again after loading: sosp.inspect(path).mask."
             )
 
 
@@ -74,7 +73,7 @@ def read_state_dict(model: nn.Module) -> dict[str, Tensor]:
             what = f"{type(x).__name__} ({x.layout}, {x.dtype})"
             raise CheckpointError(f"{name!r} is a {what}; only plain tensors of {', '.join(DTYPES)} can be saved.")
         if name.startswith(INDEX):
-            raise CheckpointError(f"the name {name!r} is one that sosp keeps for itself; give the module another.")
+            raise CheckpointError(f"the name {name!r} is reserved by sosp; give the module another name.")
     return state
 
 
@@ -122,7 +121,7 @@ def separate_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def check_model(saved: Saved, model: nn.Module) -> None:
     """It is the network that was shrunk, before that: by the name of its class, all names, shapes and ties."""
     if getattr(model, "sosp_recipes", ()):
-        raise ArgumentError("the model is itself shrunk; give the original network, as it was before.")
+        raise ArgumentError("the model is already shrunk; give the original network, from before shrinking.")
     if saved.qualname not in {c.__qualname__ for c in type(model).__mro__}:
         raise CheckpointError(
             f"holds a {saved.module}.{saved.qualname}, but the model is a {type(model).__module__}."
@@ -222,10 +221,10 @@ def _check_modules(twin: nn.Module, recipe: Recipe, widest: int) -> None:
     for name, sizes in recipe.sizes.items():
         for key in sizes:
             if key.startswith("_") or type(vars(modules[name]).get(key)) is not int:
-                raise CheckpointError(f"a recipe sets {key!r} of {name!r}, which is no size of that layer.")
+                raise CheckpointError(f"a recipe sets {key!r} of {name!r}, which is not a size of that layer.")
     for name in recipe.emptied:
         if find_layer_type(modules[name]) is None:
-            raise CheckpointError(f"a recipe takes all channels of {name!r}, which is no layer with channels.")
+            raise CheckpointError(f"a recipe takes all channels of {name!r}, which is not a layer with channels.")
     for name, placing in recipe.scatters.items():
         if placing is not None and placing.given > widest:
             raise CheckpointError(f"a recipe gives {name!r} {placing.given} channels, more than anything in the model.")
