@@ -128,7 +128,7 @@ def test_the_list_of_commands_says_what_their_help_says(command: str) -> None:
 def test_help_names_the_commands_and_exit_codes() -> None:
     found = call("--help").stdout
     assert all(command in found for command in SURFACE)
-    assert "Exit codes: 0 done" in found
+    assert "Exit codes: 0 success" in found
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +235,7 @@ def test_a_refusal_is_one_line(error: SospError, code: int, monkeypatch: pytest.
 
 def test_out_of_memory_outside_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "run_demo", failing(torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")))
-    assert refusal("demo").startswith("the device ran out of memory (CUDA out of memory. Tried); take a smaller batch")
+    assert refusal("demo").startswith("the device ran out of memory (CUDA out of memory. Tried); use a smaller batch")
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +302,9 @@ def test_data(tmp_path: Path) -> None:
 def test_eval_counts_and_measures() -> None:
     words = ("eval", "sosp:digits_resnet", "--data", "digits", "--width", "0.25", "--limit", "100", "--batch", "7")
     warned, facts = lines(*words)
-    assert warned["warning"] == "sosp:digits_resnet has no weights (--weights): it is as it was initialised."
+    assert (
+        warned["warning"] == "sosp:digits_resnet has no weights (--weights): its parameters are randomly initialised."
+    )
     model = by_name.build_network("sosp:digits_resnet", width=0.25)
     expected = sosp.evaluate(model, sosp.data.digits().test, limit=100)
     assert (facts["examples"], facts["top1"]) == (100, expected.top1)

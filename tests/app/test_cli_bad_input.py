@@ -58,9 +58,14 @@ def test_unknown_names_suggest_the_nearest(words: tuple[str, ...], message: str,
 
 def test_what_is_neither_a_run_nor_a_model_or_file(here: Path) -> None:
     said = refusal("prune", "runs/nope", *DIGITS)
-    assert "there is no run 'runs/nope' (no such folder). And there is no model 'runs/nope'." in said
+    assert (
+        "there is no run 'runs/nope' (no such folder). It is not a network either: there is no model 'runs/nope'."
+        in said
+    )
     assert call("train", NET, *QUICK, "--epochs", "0", "--out", "runs/first").exit_code == 0
-    assert "Did you mean 'runs/first'? And there is no model" in refusal("finetune", "runs/frist")
+    assert "Did you mean 'runs/first'? It is not a network either: there is no model" in refusal(
+        "finetune", "runs/frist"
+    )
     assert refusal("count", "nofile.safetensors") == "nofile.safetensors: there is no such file."
 
 
@@ -153,10 +158,10 @@ def test_a_folder_of_another_kind(here: Path) -> None:
         (("train", NET), "this needs data: name a dataset (--data"),
         (("prune", NET), "this needs data: name a dataset (--data"),
         (("eval", NET), "this needs data: name a dataset (--data"),
-        (("eval", NET, "--data-dir", "."), "a folder of data without its name"),
+        (("eval", NET, "--data-dir", "."), "a data folder is given without the name of the dataset"),
         (("train", "sosp:resnet20", *DIGITS), "sosp:resnet20 does not take the 1x8x8 images of digits"),
         (("train", NET, *DIGITS, "--input", "3x32x32"), "input is 3x32x32, but the images of digits are 1x8x8"),
-        (("train", NET, *DIGITS, "--classes", "5"), "has 5 outputs, and digits has 10 classes"),
+        (("train", NET, *DIGITS, "--classes", "5"), "has 5 outputs, but digits has 10 classes"),
     ],
 )
 def test_data_that_does_not_fit(words: tuple[str, ...], message: str, here: Path) -> None:
@@ -183,15 +188,15 @@ def test_a_checkpoint_of_another_network(here: Path) -> None:
     sosp.save(here / "r20.safetensors", sosp.nets.make("resnet20", width=0.25))
     assert "r20.safetensors: the model " in refusal(*words, "r20.safetensors")
     assert "nowhere.pth: there is no such file" in refusal(*words, "nowhere.pth")
-    assert "does not say which network it is of. Name the network" in refusal("finetune", "r20.pth", *DIGITS)
+    assert "does not say which network they belong to. Name the network" in refusal("finetune", "r20.pth", *DIGITS)
     assert not (here / "runs").exists()
 
 
 def test_a_mask_of_another_network(here: Path) -> None:
     model = sosp.nets.make("digits_resnet")
     sosp.save(here / "plain.safetensors", model)
-    assert "holds no mask" in refusal("count", NET, "--mask", "plain.safetensors")
-    assert "is neither a run that pruned something nor a file" in refusal("count", NET, "--mask", "nowhere")
+    assert "contains no mask" in refusal("count", NET, "--mask", "plain.safetensors")
+    assert "is neither a run that pruned a network nor a file" in refusal("count", NET, "--mask", "nowhere")
     x = torch.zeros(2, 1, 8, 8)
     mask = sosp.Mask.from_removed(model, {"layer2.0.downsample.0": [1]}, x)
     sosp.save(here / "masked.safetensors", model, mask)
@@ -210,11 +215,14 @@ START = "[model]\nname = 'sosp:digits_resnet'\n[data]\nname = 'digits'\n"
         ("[prnue]\nratio = 0.5", "c.toml: [prnue] is not known. Did you mean 'prune'?"),
         ("[prune]\nratio = 'half'", "c.toml: [prune] ratio should be a number, not 'half'."),
         ("[train]\nepochs = 1.5", "c.toml: [train] epochs should be a whole number, not 1.5."),
-        ("[prune", "c.toml: is not TOML"),
-        ("", "c.toml: says nothing to do; write a section [train], [prune] or [finetune]."),
+        ("[prune", "c.toml: is not valid TOML"),
+        ("", "c.toml: has no stage to run. Add a section [train], [prune] or [finetune]."),
         ("[train]\ndistill = 0.5", "distill=0.5 needs a teacher: name a run, or a file of weights."),
         ("[finetune]\ndistill = 0.5", "distill=0.5 needs a teacher: name a run, or a file of weights."),
-        ("[finetune]\nteacher = 'x'", "a teacher is named, but distill is 0: say which share of the loss it gets."),
+        (
+            "[finetune]\nteacher = 'x'",
+            "a teacher is given, but distill is 0: set distill to the teacher's share of the loss.",
+        ),
     ],
 )
 def test_configs(text: str, message: str, here: Path) -> None:
@@ -234,11 +242,11 @@ def test_a_folder_that_holds_another_run(here: Path) -> None:
     assert call("train", NET, *QUICK, "--out", "mine").exit_code == 0
     before = everything(here / "mine")
     words = ("train", NET, *QUICK, "--out", "mine", "--seed", "1")
-    assert "mine: holds another run: [run] seed was 0 and is 1. Nothing was changed." in refusal(*words)
-    assert "holds another run" in refusal("prune", NET, *DIGITS, "--out", "mine")
-    assert "mine is a run already: --seed cannot be changed" in refusal("run", "mine", "--seed", "1")
-    assert "mine: holds config.json" in refusal("demo", "--out", "mine").replace("something else", "config.json")
-    assert "is a run, which has its weights: leave out --weights" in refusal("eval", "mine", "--weights", "x.pth")
+    assert "mine: contains a different run: [run] seed was 0 and is 1. Nothing was changed." in refusal(*words)
+    assert "contains a different run" in refusal("prune", NET, *DIGITS, "--out", "mine")
+    assert "mine is an existing run: --seed cannot be changed" in refusal("run", "mine", "--seed", "1")
+    assert "mine: contains files that are not from an earlier demo" in refusal("demo", "--out", "mine")
+    assert "is a run, and its weights are used: leave out --weights" in refusal("eval", "mine", "--weights", "x.pth")
     assert everything(here / "mine") == before
 
 
@@ -246,8 +254,8 @@ def test_a_folder_that_holds_no_run(here: Path) -> None:
     (here / "notes").mkdir()
     (here / "notes" / "todo.txt").write_text("")
     words = ("train", NET, *QUICK)
-    assert "notes: holds todo.txt, but no run" in refusal(*words, "--out", "notes")
-    assert "notes: is a folder without a run in it (config.json)" in refusal("eval", "notes")
+    assert "notes: contains todo.txt, but no run" in refusal(*words, "--out", "notes")
+    assert "notes: is a folder that contains no run (it has no config.json)" in refusal("eval", "notes")
     assert "new: there is no run to resume" in refusal(*words, "--out", "new", "--resume")
     assert sorted(everything(here)) == [str(here / "notes" / "todo.txt")]
 
@@ -255,7 +263,7 @@ def test_a_folder_that_holds_no_run(here: Path) -> None:
 def test_a_run_that_has_not_come_to_anything(here: Path) -> None:
     words = ("prune", NET, "--width", "0.25", *DIGITS, "--macs", "0.0001", "--out", "hopeless")
     assert "macs=0.0001 cannot be met" in refusal(*words, begun=True)
-    assert "no stage of this run is done. Go on with it: sosp run hopeless" in refusal("eval", "hopeless")
+    assert "no stage of this run is done. Resume it: sosp run hopeless" in refusal("eval", "hopeless")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -286,9 +294,12 @@ def test_out_of_memory_says_which_batch_would_fit(here: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ("[train]\nepochs=2\n[compare]\nmethods=['random']", "a comparison fine-tunes without a teacher, and trains"),
-        ("[prune]\ncap=0.5\nkind='blocks'\n[compare]\nmethods=['random']", "from [prune], and not cap, kind"),
-        ("[prune]\nratio=0.3\n[expand]\n", "from [prune], and not ratio"),
+        (
+            "[train]\nepochs=2\n[compare]\nmethods=['random']",
+            "a comparison cannot use distillation or a section [train]",
+        ),
+        ("[prune]\ncap=0.5\nkind='blocks'\n[compare]\nmethods=['random']", "from [prune]: leave out cap, kind"),
+        ("[prune]\nratio=0.3\n[expand]\n", "from [prune]: leave out ratio"),
         ("[train]\nepochs=2\n[prune]\nmacs=1.5", "macs=1.5 must be the share to keep"),
         ("[train]\nepochs=2\n[prune]\nmacs=0.5\nratios={conv1=0.3}", "give one of them"),
         ("[train]\nepochs=2\n[prune]\nratios={'layer9.*'=0.3}", "layer9"),

@@ -49,8 +49,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_expansion_as_a_run(here: Path) -> None:
     words = ("expand", *NET, *QUICK, "--ratios", "0.5", "--out", "run", "--tuning", "2")
     planned = call(*words, "--dry-run").stdout
-    assert "vanilla, expand, widen, 1 seeds; trained before the cut: 3 networks for 1 epochs" in planned
-    assert "cut to ratio 0.5 and trained for 2 epochs" in planned
+    assert "vanilla, expand, widen, 1 seeds; trained before pruning: 3 networks for 1 epochs" in planned
+    assert "pruned to ratio 0.5 and trained for 2 epochs" in planned
     assert not (here / "run").exists()
     said = call(*words).stdout
     assert "expand, ratio 0.5, seed 0:" in said
@@ -65,10 +65,10 @@ def test_an_expansion_as_a_run(here: Path) -> None:
     *_, last = lines(*words)  # again: nothing is left to do
     assert last["results"]["expand"] == results
     assert [json.loads(x)["event"] for x in (here / "run" / "metrics.jsonl").read_text().splitlines()].count("end") == 1
-    assert "another run: [expand] tuning was 2 and is 3" in refusal(*words[:-1], "3")
-    with pytest.raises(sosp.errors.RunError, match="holds an expansion, which leaves several networks behind"):
+    assert "a different run: [expand] tuning was 2 and is 3" in refusal(*words[:-1], "3")
+    with pytest.raises(sosp.errors.RunError, match="contains an expansion, which saves several networks"):
         find_last_network("run")
-    assert "holds an expansion" in refusal("eval", "run")
+    assert "contains an expansion" in refusal("eval", "run")
 
 
 def test_an_expansion_that_was_stopped_goes_on(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_an_expansion_that_was_stopped_goes_on(here: Path, monkeypatch: pytest.M
         patch.setattr("sosp.studies.expand.pruning_protocols._tune", stop)
         found = call(*words)
     assert found.exit_code == 130
-    assert "Go on: sosp run run" in found.stderr
+    assert "Resume with: sosp run run" in found.stderr
     assert (here / "run" / "seed0" / "choice.json").is_file()
     *_, last = lines("run", "run")
     points = last["results"]["expand"]["points"]
@@ -112,7 +112,7 @@ def test_an_expansion_of_a_network_that_is_trained(here: Path) -> None:
     assert found[-1]["config"]["model"]["weights"] == str(here / "trained" / "model.safetensors")
     assert found[-1]["expand"]["sizes"] == ["ratio 0.5"]
     call("prune", "trained", "--ratio", "0.5", "--method", "random", "--no-curve", "--out", "pruned")
-    assert "is pruned already" in refusal("expand", "pruned", *QUICK)
+    assert "is already pruned" in refusal("expand", "pruned", *QUICK)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_an_expansion_of_a_network_that_is_trained(here: Path) -> None:
         (("--sizes", "many"), "--sizes should be a list of numbers"),
         (("--blocks", "0"), "--blocks=0"),
         (("--when", "later"), "--when='later'"),
-        (("--method", "slimming", "--slimming", "0.1"), "without slimming"),
+        (("--method", "slimming", "--slimming", "0.1"), "distillation or slimming"),
         (("--exclude", "layer9"), "layer9"),
     ],
 )
@@ -153,9 +153,9 @@ def test_sections_that_do_not_go_together() -> None:
 def test_a_file_with_other_stages_is_refused(here: Path) -> None:
     text = '[model]\nname = "sosp:digits_resnet"\nwidth = 0.25\n[data]\nname = "digits"\n[expand]\nratios = [0.5]\n'
     (here / "a.toml").write_text(text)
-    assert "an expansion trains and fine-tunes as [train] says" in refusal("run", "a.toml")
+    assert "an expansion needs a section [train]" in refusal("run", "a.toml")
     (here / "b.toml").write_text(f"{text}[train]\nepochs = 1\n[finetune]\nepochs = 1\n")
-    assert "[finetune] and [compare] have no place" in refusal("run", "b.toml")
+    assert "Remove [finetune] and [compare]" in refusal("run", "b.toml")
 
 
 # --- bottlenecks ----------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_the_bottlenecks_of_a_run(trained: Path, here: Path) -> None:
     assert other["method"] == "first-order"
     assert other["ratios"] == pytest.approx([0.3, 0.6], abs=0.02)
     said = call("bottlenecks", "pruned", "--subsamples", "0").stdout
-    assert "by the saliency of the run. Advice: " in said
+    assert "from the saliency of the run. Advice: " in said
     assert "parameters" in said
 
 
@@ -201,7 +201,7 @@ def test_the_bottlenecks_of_what_kept_no_saliency(trained: Path, here: Path) -> 
     (again,) = lines("bottlenecks", "compared", "--examples", "40", "--subsamples", "1")
     assert again["blocks"] == found["blocks"]
     *warned, fresh = lines("bottlenecks", *NET, "--examples", "40", "--subsamples", "0")
-    assert "as it was initialised" in warned[0]["warning"]
+    assert "are randomly initialised" in warned[0]["warning"]
     assert fresh["blocks"] != found["blocks"]
 
 
@@ -220,13 +220,13 @@ def test_subsamples_share_no_example(here: Path) -> None:
         seen += rows
     assert len(seen) == len(set(seen)) == 120
     assert len(split_examples(job, job.config.prune, 10)[0][0]) == 15  # as many as there are for each
-    with pytest.raises(ArgumentError, match="151 subsamples of 150 training examples leave none"):
+    with pytest.raises(ArgumentError, match="150 training examples are too few for 151 subsamples"):
         split_examples(job, job.config.prune, 151)
 
 
 def test_the_bottlenecks_of_a_run_whose_data_lies_elsewhere(trained: Path, here: Path) -> None:
     assert call("prune", trained, "--ratio", "0.3", "--examples", "50", "--no-curve", "--out", "cut").exit_code == 0
-    assert "is a run, which has its weights" in refusal("bottlenecks", "cut", "--weights", "nowhere.pt")
+    assert "is a run, and its weights are used" in refusal("bottlenecks", "cut", "--weights", "nowhere.pt")
     found = resolve_bottleneck_target("cut", {"model": {}, "data": {"folder": "here"}, "prune": {}})[0]
     assert found["data"] == {**read_record("cut").config.as_dict()["data"], "folder": "here"}
 
@@ -240,7 +240,7 @@ def test_bad_questions_about_bottlenecks(here: Path) -> None:
     assert "--subsamples=-1" in refusal("bottlenecks", *NET, "--subsamples", "-1")
     assert "needs data" in refusal("bottlenecks", "sosp:digits_resnet", "--input", "1x8x8")
     (here / "empty").mkdir()
-    assert "folder without a run" in refusal("bottlenecks", "empty")
+    assert "folder that contains no run" in refusal("bottlenecks", "empty")
 
 
 def test_a_saliency_of_other_layers_is_refused(trained: Path, here: Path) -> None:
@@ -248,4 +248,4 @@ def test_a_saliency_of_other_layers_is_refused(trained: Path, here: Path) -> Non
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
     saliency = sosp.score(model, (torch.randn(4, 4), torch.tensor([0, 1, 1, 0])))
     save_saliency(here / "pruned" / SALIENCY, saliency, sosp.select(saliency, ratio=0.3))
-    assert "is of other layers than its network has" in refusal("bottlenecks", "pruned", "--subsamples", "0")
+    assert "does not match its network: their layers differ" in refusal("bottlenecks", "pruned", "--subsamples", "0")

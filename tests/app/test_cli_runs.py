@@ -240,8 +240,8 @@ def test_other_weights_under_the_same_name_are_another_run(trained: Path, tmp_pa
     assert call(*words).exit_code == 0
     sosp.save(weights, original())
     message = refusal(*words)
-    assert 'holds another run: [model] weights was "sha256 ' in message
-    assert message.endswith("or put back the files that the run began with")
+    assert 'contains a different run: [model] weights was "sha256 ' in message
+    assert message.endswith("or restore the files that the run started with")
 
 
 def test_the_data_of_a_run_may_lie_elsewhere(trained: Path, tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_another_seed_of_fine_tuning_is_another_run(
 def test_a_dry_run_refuses_what_the_run_would(trained: Path, pruned: Path, tmp_path: Path) -> None:
     plan = ("prune", trained, "--examples", "50", "--dry-run")
     assert "there is no run to resume" in refusal(*plan, "--resume", "--out", tmp_path / "none")
-    assert "holds another run" in refusal(*plan, "--ratio", "0.7", "--out", pruned)
+    assert "contains a different run" in refusal(*plan, "--ratio", "0.7", "--out", pruned)
     assert call(*plan, "--out", tmp_path / "none").exit_code == 0
 
 
@@ -283,7 +283,7 @@ def test_figures_that_are_none(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "run")
     (tmp_path / "run" / "result.json").write_text("[]")
     for command in ("report", "run"):
-        assert "result.json: does not hold the figures of stages" in refusal(
+        assert "result.json: does not contain the results of the stages" in refusal(
             command, tmp_path / "run", begun=command == "run"
         )
 
@@ -327,7 +327,7 @@ def test_a_dry_run_says_what_it_would_cost_and_writes_nothing(whole: Path, tmp_p
     assert plan["prune"] == {"method": "sosp-h", "structures": 56, "budget": {"macs": 0.6}, "examples": 1000}
     words = call("run", whole.parent / "c.toml", "--out", folder, "--dry-run").stdout
     assert "train: 1 epochs of 1,297 images in batches of 256, 6 steps" in words
-    assert f"Run {folder} would be made. Nothing was done." in words
+    assert f"Run {folder} would be created. Nothing was done." in words
     assert not folder.exists()
 
 
@@ -346,7 +346,7 @@ def test_ctrl_c_saves_and_goes_on_to_the_same_end(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         rest = [json.loads(line) for line in process.stdout]
     assert process.returncode == 130
-    assert rest[-1] == {"error": "stopped. What was done is in stopped. Go on: sosp run stopped", "code": 130}
+    assert rest[-1] == {"error": "stopped. Finished work is in stopped. Resume with: sosp run stopped", "code": 130}
     assert not (tmp_path / "stopped" / "result.json").exists()
     assert call(*words, "--out", tmp_path / "straight").exit_code == 0
     resumed = lines("run", tmp_path / "stopped")

@@ -109,27 +109,37 @@ def test_every_option_explains_itself() -> None:
     ("section", "key", "value", "message"),
     [
         ("trian", "epochs", 3, r"\[trian\] is not known. Did you mean 'train'\?"),
-        ("prune", "rato", 0.5, r"\[prune\] rato is not known. Did you mean 'ratio'\? Known are: method, ratio"),
+        ("prune", "rato", 0.5, r"\[prune\] rato is not known. Did you mean 'ratio'\? Known keys: method, ratio"),
         ("prune", "ratio", "0.5", r"\[prune\] ratio should be a number, not '0.5'"),
         ("prune", "ratio", True, r"\[prune\] ratio should be a number, not True"),
         ("prune", "ratio", 1.5, r"\[prune\] ratio=1.5 must be a number, from 0 to 1"),
         ("prune", "examples", 0, r"\[prune\] examples=0 must be a whole number, at least 1"),
         ("prune", "examples", 10.0, r"\[prune\] examples should be a whole number, not 10.0"),
         ("prune", "method", "sops-h", r"\[prune\] method='sops-h' is not known. Did you mean 'sosp-h'\?"),
-        ("prune", "exclude", "layer1", r"\[prune\] exclude should be a list of texts, not 'layer1'"),
+        ("prune", "exclude", "layer1", r"\[prune\] exclude should be a list of strings, not 'layer1'"),
         ("prune", "downsampling", 1, r"\[prune\] downsampling should be true or false, not 1"),
-        ("prune", "ratios", "conv1", r"\[prune\] ratios should be layers with a number each, not 'conv1'"),
-        ("prune", "ratios", {"conv1": "x"}, r"\[prune\] ratios should be layers with a number each"),
+        (
+            "prune",
+            "ratios",
+            "conv1",
+            r"\[prune\] ratios should be a number for each layer, such as layer1=0.5, not 'conv1'",
+        ),
+        ("prune", "ratios", {"conv1": "x"}, r"\[prune\] ratios should be a number for each layer"),
         ("prune", "scope", "layers", r"\[prune\] scope='layers' is not known. Did you mean 'layer'\?"),
-        ("prune", "samples", 3, r"\[prune\] samples is for 'sosp-i'"),
+        ("prune", "samples", 3, r"\[prune\] samples is only for 'sosp-i'"),
         ("train", "schedule", "cifr", r"\[train\] schedule='cifr' is not known. Did you mean 'cifar'\?"),
         ("train", "milestones", [0.5, "x"], r"\[train\] milestones should be a list of numbers"),
         ("train", "milestones", [1.5], r"\[train\] milestones=1.5 must be a number, from 0 to 1"),
         ("train", "rate", float("nan"), r"\[train\] rate should be a number, not nan"),
         ("finetune", "shape", "step", r"\[finetune\] shape='step' is not known. Did you mean 'steps'\?"),
         ("model", "input", "3 by 32", r"\[model\] input should be a shape such as 3x32x32, not '3 by 32'"),
-        ("model", "width", "layer1", r"\[model\] width should be a number, or layers with one each, not 'layer1'"),
-        ("model", "weights", "", r"\[model\] weights should be a text, not ''"),
+        (
+            "model",
+            "width",
+            "layer1",
+            r"\[model\] width should be a number, or a number for each layer, such as layer1=0.5, not 'layer1'",
+        ),
+        ("model", "weights", "", r"\[model\] weights should be a string, not ''"),
         ("run", "seed", -1, r"\[run\] seed=-1 must be a whole number, from 0"),
     ],
 )
@@ -141,7 +151,7 @@ def test_what_is_wrong_is_refused_by_section_and_key(section: str, key: str, val
 def test_flags_are_refused_by_the_name_of_the_flag() -> None:
     with pytest.raises(ArgumentError, match="--round-to=0 must be a whole number, at least 1"):
         build_config(with_key("prune", "round_to", 0), format_flag)
-    with pytest.raises(ArgumentError, match="--data-dir should be a text"):
+    with pytest.raises(ArgumentError, match="--data-dir should be a string"):
         build_config(with_key("data", "folder", 3), format_flag)
 
 
@@ -163,7 +173,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         read_config(tmp_path / "nowhere.toml")
     with pytest.raises(ArgumentError, match="is a folder"):
         read_config(tmp_path)
-    with pytest.raises(ArgumentError, match=r"config.toml: is not TOML .*line 1"):
+    with pytest.raises(ArgumentError, match=r"config.toml: is not valid TOML .*line 1"):
         read_config(written(tmp_path, "[model\nname = 3"))
     with pytest.raises(ArgumentError, match=r"config.toml: \[model\] nam is not known. Did you mean 'name'"):
         read_config(written(tmp_path, "[model]\nnam = 'a'"))

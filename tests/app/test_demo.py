@@ -79,7 +79,7 @@ def test_as_json(quick: Path) -> None:
 def test_another_folder_is_left_alone(quick: Path) -> None:
     (quick / "notes").mkdir()
     (quick / "notes" / "todo.txt").write_text("sleep")
-    assert "notes: holds something else than an earlier demo" in refusal("demo", "--out", "notes")
+    assert "notes: contains files that are not from an earlier demo" in refusal("demo", "--out", "notes")
     assert [p.name for p in (quick / "notes").iterdir()] == ["todo.txt"]
 
 

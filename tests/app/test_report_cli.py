@@ -104,7 +104,7 @@ def test_a_report_that_cannot_be_drawn_loses_no_run(
     words = ("prune", whole / "model.safetensors", "--examples", "50", "--no-curve", "--out", tmp_path / "p")
     found = call(*words)
     assert found.exit_code == 0
-    assert f"the report could not be made (no ink); try again: sosp report {tmp_path / 'p'}" in found.stderr
+    assert f"the report could not be written (no ink); try again: sosp report {tmp_path / 'p'}" in found.stderr
     assert "Report:" not in found.stdout
     assert (tmp_path / "p" / "result.json").is_file()
     assert lines(*words)[-1]["report"] is None
@@ -164,11 +164,11 @@ def test_epochs_that_were_done_twice_count_once(whole: Path, tmp_path: Path) -> 
 def test_what_is_refused(whole: Path, trained: Path, tmp_path: Path) -> None:
     assert "is not the folder of a run" in refusal("report", tmp_path)
     assert "is not the folder of a run" in refusal("report", tmp_path / "nowhere")
-    assert "say where (--out FILE)" in refusal("report", whole, whole)
+    assert "give one with --out FILE" in refusal("report", whole, whole)
     assert "its folder does not exist" in refusal("report", whole, "--out", tmp_path / "x" / "y.html")
     assert "is a folder" in refusal("report", whole, "--out", tmp_path)
     (tmp_path / "mine.html").write_text("<p>mine</p>")
-    assert "is no report" in refusal("report", whole, "--out", tmp_path / "mine.html")
+    assert "is not a report" in refusal("report", whole, "--out", tmp_path / "mine.html")
     assert (tmp_path / "mine.html").read_text() == "<p>mine</p>"
     (tmp_path / "file").write_text("")
     assert "cannot be written to" in refusal("report", trained, "--png", tmp_path / "file" / "x")

@@ -54,7 +54,7 @@ def test_another_run_is_refused_and_nothing_changes(other: RunRecord, gap: str, 
     with open_run(tmp_path, record()) as run:
         run.record_stage("prune", {"top1": 0.5})
     before = contents(tmp_path)
-    with pytest.raises(RunError, match=f"holds another run: {gap}"), open_run(tmp_path, other):
+    with pytest.raises(RunError, match=f"contains a different run: {gap}"), open_run(tmp_path, other):
         pass
     assert contents(tmp_path) == before
 
@@ -74,7 +74,7 @@ def test_files_are_compared_by_what_is_in_them(tmp_path: Path) -> None:
 
 def test_folders_that_hold_something_else(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(RunError, match=r"holds thesis.tex, but no run"), open_run(tmp_path, record()):
+    with pytest.raises(RunError, match=r"contains thesis.tex, but no run"), open_run(tmp_path, record()):
         pass
     with pytest.raises(RunError, match="is a file; a run needs a folder"), open_run(tmp_path / "thesis.tex", record()):
         pass
@@ -106,8 +106,8 @@ def test_only_one_process_writes(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "is not valid JSON"),
-        ("[]", "was not written by sosp, or by a newer one"),
-        ('{"format": 2}', "was not written by sosp, or by a newer one"),
+        ("[]", "was not written by sosp, or was written by a newer version"),
+        ('{"format": 2}', "was not written by sosp, or was written by a newer version"),
         ('{"format": 1}', "is not the config of a run"),
         (
             '{"format": 1, "digests": {}, "config": {"model": {"nam": "a"}}}',
@@ -123,7 +123,7 @@ def test_a_damaged_config(text: str, message: str, tmp_path: Path) -> None:
 
 def test_the_network_of_a_run_is_that_of_its_last_stage(tmp_path: Path) -> None:
     with open_run(tmp_path, record(train={})) as run:
-        with pytest.raises(RunError, match=r"no stage of this run is done\. Go on with it: sosp run"):
+        with pytest.raises(RunError, match=r"no stage of this run is done\. Resume it: sosp run"):
             find_last_network(tmp_path)
         run.file("train").write_bytes(b"")
         run.record_stage("train", {})

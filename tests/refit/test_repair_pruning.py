@@ -311,7 +311,7 @@ def test_rounds_without_repair_are_refused(trained: Path) -> None:
 
 
 def test_rounds_with_zeros_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"join='zeros' does not use.*groups='coupled'"):
+    with pytest.raises(ArgumentError, match=r"join='zeros' cannot be combined with several rounds.*groups='coupled'"):
         PruningSection(repair=True, rounds=2, join="zeros")
 
 
@@ -360,6 +360,6 @@ def test_sosp_compare_repair(trained: Path, tmp_path: Path) -> None:
     found = call("compare", str(trained), *words, "--out", str(tmp_path / "run"))
     assert found.exit_code == 0
     assert "repaired" in found.stdout
-    assert "accuracy, repaired" in found.stdout
+    assert "accuracy after repair" in found.stdout
     (row,) = csv.DictReader((tmp_path / "run" / "comparison.csv").read_text().splitlines())
     assert 0 < float(row["repaired"]) <= 1

@@ -826,8 +826,8 @@ def test_a_dry_run_says_what_is_missing_and_does_nothing(tmp_path: Path) -> None
     assert (told["networks"], told["epochs"]) == (["resnet56-cifar10-e200-s0"], 7 * 200)
     shown = call(*words, "--results", str(tmp_path / "r"), "--work", str(tmp_path / "w")).stdout
     assert "6 of 6 cells missing" in shown
-    assert "to be trained first: 1 network\nresnet56-cifar10-e200-s0\n" in shown
-    assert "in all 7 trainings with 1,400 epochs" in shown
+    assert "to train first: 1 network\nresnet56-cifar10-e200-s0\n" in shown
+    assert "total: 7 trainings, 1,400 epochs" in shown
     assert list(tmp_path.iterdir()) == []
 
 
@@ -860,7 +860,7 @@ def test_what_is_left_is_told_at_the_pace_of_cells(
     watch.event("begin", {"cells": ["c"], "epochs": 5})
     shown = capsys.readouterr().out.splitlines()
     assert shown[1] == "training a, b: 5 epochs"
-    assert shown[-1] == "training c: 5 epochs; about 30.0 s for all that is missing"
+    assert shown[-1] == "training c: 5 epochs; about 30.0 s left for the missing cells"
 
 
 def test_what_is_left_is_told_after_every_cell_where_nothing_is_trained(
@@ -876,7 +876,7 @@ def test_what_is_left_is_told_after_every_cell_where_nothing_is_trained(
     for name in ("a", "b"):
         watch.event("cell", {"cell": name, **size})
     *_, first, last = capsys.readouterr().out.splitlines()
-    assert first.endswith("8 MACs; about 40.0 s for all that is missing")
+    assert first.endswith("8 MACs; about 40.0 s left for the missing cells")
     assert last.endswith("8 MACs")
 
 
@@ -885,7 +885,7 @@ def test_a_training_that_goes_on_says_from_where(capsys: pytest.CaptureFixture[s
     watch.event("begin", {"cells": ["a"], "epochs": 30})
     for number in (4, 5):
         watch.event("epoch", {"cell": "a", "number": number, "epochs": 30, "test": 0.5})
-    assert capsys.readouterr().out.splitlines() == ["training a: 30 epochs", "going on with epoch 4"]
+    assert capsys.readouterr().out.splitlines() == ["training a: 30 epochs", "resuming at epoch 4"]
 
 
 def test_stopped_it_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -895,13 +895,13 @@ def test_stopped_it_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("sosp.studies.paper.run_experiment", stop)
     found = call("reproduce", "runtime", "--tiny", "--results", str(tmp_path))
     assert found.exit_code == 130
-    assert "Go on with the same command" in found.stdout
+    assert "Run the same command again to resume" in found.stdout
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ((), "which experiment? There are resnet56-cifar10"),
+        ((), "no experiment is named. Choose one of resnet56-cifar10"),
         (("resnet-56",), "Did you mean 'resnet56-cifar10'?"),
         (("shuffle", "--only", "["), "is not a valid regular expression"),
         (("shuffle", "--seeds", "0"), "seeds=0 must be"),
@@ -910,9 +910,9 @@ def test_stopped_it_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Monkey
         (("shuffle", "--device", "tpu"), "device='tpu' cannot be used"),
         (("shuffle", "--tiny", "--weights", f"digits_resnet={__file__}"), "weights that can be given"),
         (("shuffle", "--data-dir", "nowhere"), "--data-dir nowhere: there is no such folder"),
-        (("--status", "--only", "s0"), "of one experiment: say which"),
+        (("--status", "--only", "s0"), "of one experiment: name the experiment"),
         (("--status", "--page", "p"), "--status writes no page"),
-        (("--status", "--results", __file__), "is no folder"),
+        (("--status", "--results", __file__), "is not a folder"),
         (("--page", "p", "--results", "nowhere"), "nowhere: there are no records to write pages from"),
     ],
 )

@@ -178,11 +178,12 @@ class PruningSection:
         TEXT,
         "Rank the structures of all layers together, or layer by layer.",
         choices=SCOPES,
-        shown="that of the method",
+        shown="scope of the method",
     )
     ratios: dict[str, float] | None = define_option(  # noqa: RUF009
         SHARES,
-        "Shares to remove from layers or name patterns: layer1.*=0.3,conv1=0. Other layers lose --ratio, or nothing.",
+        "Shares to remove from layers or name patterns: layer1.*=0.3,conv1=0. Other layers use --ratio, or are not "
+        "pruned.",
     )
     scale: str | None = define_option(
         TEXT, "Measure of size by which to divide the saliency of each structure.", choices=SCALES
@@ -191,7 +192,7 @@ class PruningSection:
         TEXT,
         "Where the saliency formula takes absolute values.",
         choices=OBJECTIVES,
-        shown="individual, or that of the method",
+        shown="individual, or the objective of the method",
     )
     groups: str = define_option(
         TEXT,
@@ -233,7 +234,7 @@ class PruningSection:
             )
         if self.samples is not None and not METHODS[self.method].samples:
             those = ", ".join(repr(name) for name, m in METHODS.items() if m.samples)
-            raise ArgumentError(f"samples is for {those}, not for {self.method!r}.")
+            raise ArgumentError(f"samples is only for {those}, not for {self.method!r}.")
         if self.rounds > 1 and (not self.repair or self.ratios):
             raise ArgumentError(
                 "rounds needs repair and a budget for the whole network (ratio, params or macs); it cannot be combined "
@@ -241,8 +242,8 @@ class PruningSection:
             )
         if self.rounds > 1 and self.join == "zeros":
             raise ArgumentError(
-                "several rounds need scatters between the rounds, which join='zeros' does not use. Use a single round, "
-                "or groups='coupled', which needs neither."
+                "join='zeros' cannot be combined with several rounds, because the rounds need scatters between them. "
+                "Use a single round, or groups='coupled', which needs neither."
             )
 
     @property
@@ -284,7 +285,7 @@ class ExpansionSection:
     """The expansion: blocks to widen, and sizes to prune to."""
 
     factor: float = define_option(
-        NUMBER, "Factor by which to widen the blocks that lose least.", 2.0, low=1, high=64, flag="widen"
+        NUMBER, "Factor by which to widen the blocks that are pruned least.", 2.0, low=1, high=64, flag="widen"
     )
     blocks: int | None = define_option(
         WHOLE, "Number of blocks to widen.", low=1, shown="one, or five if every layer is a block"
@@ -295,7 +296,7 @@ class ExpansionSection:
     )
     ratios: tuple[float, ...] = define_option(RATIOS, "Shares of the structures to remove.", (0.3, 0.5, 0.7))
     sizes: tuple[float, ...] | None = define_option(
-        RATIOS, "Budgets in place of --ratios: parameters to keep, as shares of the network's or numbers."
+        RATIOS, "Budgets in place of --ratios: parameters to keep, as shares or numbers."
     )
     tuning: int | None = define_option(
         WHOLE, "Number of epochs after pruning.", low=1, shown="as many as before pruning"
@@ -406,7 +407,7 @@ def build_config(sections: Mapping[str, Any], label: Label = format_key) -> Conf
     for name, section in sections.items():
         if name not in SECTIONS:
             raise ArgumentError(
-                f"[{name}] is not known.{suggest_name(name, SECTIONS)} Known are: {', '.join(SECTIONS)}."
+                f"[{name}] is not known.{suggest_name(name, SECTIONS)} Known sections: {', '.join(SECTIONS)}."
             )
         if not isinstance(section, Mapping):
             raise ArgumentError(f"{name} = {section!r} is not a section: write [{name}] and its keys below it.")
@@ -448,7 +449,7 @@ def read_config(path: str | Path) -> Config:
         sections = tomllib.loads(file.read_text(encoding="utf-8"))
         return build_config(sections)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"{file}: is not TOML ({error}).") from error
+        raise ArgumentError(f"{file}: is not valid TOML ({error}).") from error
     except ArgumentError as error:
         raise ArgumentError(f"{file}: {error}") from None
 

@@ -1,4 +1,4 @@
-"""The demo: train a small residual network on embedded data, remove half by SOSP-H and at random, fine-tune both."""
+"""Run the demo: train a small residual network on embedded data, prune half by SOSP-H and at random, fine-tune both."""
 
 from __future__ import annotations
 
@@ -75,11 +75,14 @@ def run_demo(folder: Path, say: Callable[[str], None], settings: DemoSettings | 
     settings = settings or DemoSettings()
     claim_folder(folder)
     data = sosp.data.digits()
-    say(f"Training a residual network on {len(data.train)} images of digits, {settings.training.epochs} epochs ...")
+    say(f"Training a residual network on {len(data.train)} images of digits for {settings.training.epochs} epochs ...")
     trained = sosp.train(new_network(settings.seed), data, settings.training, seed=settings.seed).model
     kept = [DemoNetwork("trained", trained)]
     for method in settings.methods:
-        say(f"{method}: removing {settings.ratio:.0%} of the structures, {settings.tuning.epochs} more epochs ...")
+        say(
+            f"{method}: removing {settings.ratio:.0%} of the structures, fine-tuning for {settings.tuning.epochs} "
+            "epochs ..."
+        )
         kept += prune_and_finetune(trained, data, method, settings)
     rows = measure_networks(kept, data)
     sosp.save(folder / NETWORK, kept[2].model, kept[2].mask)
@@ -90,7 +93,7 @@ def run_demo(folder: Path, say: Callable[[str], None], settings: DemoSettings | 
 def claim_folder(folder: Path) -> None:
     """Make the folder; one that holds anything else than an earlier demo is left alone."""
     if folder.exists() and not (folder / RECORD).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(f"{folder}: holds something else than an earlier demo. Choose another folder with --out.")
+        raise RunError(f"{folder}: contains files that are not from an earlier demo. Choose another folder with --out.")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / RECORD, {})  # ours from now on, even if it is interrupted
 

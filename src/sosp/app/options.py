@@ -83,17 +83,17 @@ def _refuse_value() -> Any:
     raise ValueError
 
 
-TEXT = OptionKind("a text", str, _text)
+TEXT = OptionKind("a string", str, _text)
 WHOLE = OptionKind("a whole number", int, _whole)
 NUMBER = OptionKind("a number", float, _number)
 FLAG = OptionKind("true or false", bool, _flag)
-TEXTS = OptionKind("a list of texts", list[str], _many(_text))
+TEXTS = OptionKind("a list of strings", list[str], _many(_text))
 NUMBERS = OptionKind("a list of numbers", list[float], _many(_number))
 NAMES = OptionKind("a list of names, such as a,b", str, _split_list(_text))
 RATIOS = OptionKind("a list of numbers, such as 0.3,0.5", str, _split_list(_as_number))
 SHAPE = OptionKind("a shape such as 3x32x32", str, _shape)
-SHARES = OptionKind("layers with a number each", str, _shares)
-WIDTHS = OptionKind("a number, or layers with one each", str, _widths)
+SHARES = OptionKind("a number for each layer, such as layer1=0.5", str, _shares)
+WIDTHS = OptionKind("a number, or a number for each layer, such as layer1=0.5", str, _widths)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def check_options(section: type, given: Mapping[str, Any], label: Callable[[str]
     known = collect_options(section)
     for key in given:
         if key not in known:
-            raise ArgumentError(f"{label(key)} is not known.{suggest_name(key, known)} Known are: {_list(known)}.")
+            raise ArgumentError(f"{label(key)} is not known.{suggest_name(key, known)} Known keys: {_list(known)}.")
     return {key: known[key].check(value, label(key)) for key, value in given.items()}
 
 

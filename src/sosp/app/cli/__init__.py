@@ -1,4 +1,4 @@
-"""The command line: parse, call, print; a refusal is one line, not a traceback."""
+"""Parse the command line, call the command, print the result. An error is one line, not a traceback."""
 
 import json
 import os
@@ -19,43 +19,45 @@ COMMANDS = {
         "Train a small residual network on digits, remove half of it, fine-tune, and compare with random pruning.",
     ),
     "train": ("run_commands.train", "Train a network."),
-    "prune": ("run_commands.prune", "Score a trained network, remove what it needs least, and save the smaller one."),
+    "prune": (
+        "run_commands.prune",
+        "Rank the structures of a trained network, remove the least important ones, and save the smaller network.",
+    ),
     "finetune": ("run_commands.finetune", "Train a pruned network further."),
-    "run": ("run_commands.run", "Train, prune and fine-tune as a file says, or go on with a run."),
+    "run": ("run_commands.run", "Run the stages of a config file (train, prune, fine-tune), or resume a run."),
     "compare": (
         "run_commands.compare",
-        "Prune one network by many methods at many ratios, and compare what is left. Fine-tunes if --epochs is given.",
+        "Prune one network with several methods and ratios, and compare the results. --epochs adds fine-tuning.",
     ),
     "expand": (
         "width_commands.expand",
-        "Train, find what is too narrow, widen it, train anew and prune; beside it the network as it is, and a wider "
-        "one.",
+        "Widen the narrowest blocks, retrain and prune. Compare with the original and a uniformly wider network.",
     ),
     "bottlenecks": (
         "width_commands.bottlenecks",
-        "Say which layers and blocks are too narrow, which are over-wide, and what widths would even that out.",
+        "Show which layers and blocks are too narrow or too wide, and suggest widths that balance them.",
     ),
-    "report": ("report_command.report", "Make the page of a run anew, or one page of several runs beside each other."),
+    "report": ("report_command.report", "Write the report of a run again, or one report that compares several runs."),
     "eval": ("inspection_commands.evaluate", "Measure the accuracy of a network on the test data."),
     "count": ("inspection_commands.count", "Count parameters and multiply-accumulates, layer by layer."),
     "trace": (
         "inspection_commands.trace",
-        "Show how the channels of a network flow: which are tied together, what cannot be removed and why.",
+        "Show how channels flow through a network: which are tied together, which cannot be removed, and why.",
     ),
     "data": (
         "inspection_commands.data",
-        "Say which datasets lie in a folder, whether they are complete, and where to get what is missing.",
+        "Show which datasets a folder contains, whether they are complete, and where to download what is missing.",
     ),
     "reproduce": (
         "reproduce_command.reproduce",
-        "Redo an experiment of the paper: only what is missing, from where it was left.",
+        "Reproduce an experiment of the paper. Finished parts are kept, interrupted parts are resumed.",
     ),
 }
 PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False}  # a traceback is Python's own
 
 
 class CommandGroup(TyperGroup):
-    """The commands by name and first sentence; the one that is called is imported."""
+    """A group that lists the commands with their summaries and imports only the one that is called."""
 
     def __init__(self, **settings: Any) -> None:
         named = {name: TyperCommand(name, help=summary) for name, (_, summary) in COMMANDS.items()}
@@ -67,7 +69,7 @@ class CommandGroup(TyperGroup):
 
 
 def load_command(name: str) -> Any:
-    """Import a command, with its options and all of its help."""
+    """Import a command with its options and its full help text."""
     module, _, function = COMMANDS[name][0].partition(".")
     alone = typer.Typer(**PLAIN)
     alone.command(name)(getattr(import_module(f"{__name__}.{module}"), function))
@@ -100,7 +102,7 @@ def options(
 ) -> None:
     """Second-order structured pruning of neural networks.
 
-    Exit codes: 0 done, 1 a bug (with its traceback), 2 refused, 3 training failed, 130 stopped by Ctrl-C.
+    Exit codes: 0 success, 1 bug in sosp (with a traceback), 2 error (with a message), 3 training failed, 130 Ctrl-C.
     """
 
 

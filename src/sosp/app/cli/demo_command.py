@@ -1,4 +1,4 @@
-"""The command that shows what the library does: demo."""
+"""Define the command that shows what the library does: demo."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sosp.app.report.next_steps import format_load_code
 def demo(
     given: Sections,
     screen: Screen,
-    out: Annotated[str, typer.Option(metavar="DIR", help="Where the smaller network goes.")] = "runs/demo",
+    out: Annotated[str, typer.Option(metavar="DIR", help="Folder for the pruned network.")] = "runs/demo",
 ) -> None:
     """Train a small residual network on digits, remove half of it, fine-tune, and compare with random pruning.
 
@@ -40,9 +40,9 @@ def demo(
     config = build_config({"model": {"name": "sosp:digits_resnet"}})
     screen.print_lines(
         table,
-        "Accuracy on 500 test images, latency of one pass over them on one thread. Pruned: half of the structures are "
-        "gone and batch norms have counted anew, nothing was trained. On data this easy, fine-tuning makes up for any "
-        f"choice, a random one included. Done in {time.perf_counter() - started:.0f} s.",
+        "Accuracy on 500 test images; latency of one pass over them on one thread. Pruned: half of the structures "
+        "removed, batch-norm statistics re-estimated, no training. On data this easy, fine-tuning makes up for any "
+        f"choice of structures, even a random one. Done in {time.perf_counter() - started:.0f} s.",
         f"The fine-tuned network is in {file}. Load it with:",
         *(f"  {line}" for line in format_load_code(config, str(file))),
     )

@@ -1,4 +1,4 @@
-"""From the options of a config's sections to the flags of a command."""
+"""Turn the options of config sections into the flags of a command."""
 
 from __future__ import annotations
 
@@ -26,12 +26,19 @@ PANELS = {
 }
 
 Sections = dict[str, dict[str, Any]]  # section -> key -> what was given
-Json = Annotated[bool, typer.Option("--json", help="One JSON object per line instead of text.", show_default=False)]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object per line instead of text.", show_default=False)
+]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Say what would be done and what it costs; write nothing.", show_default=False)
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Print what would be done and what it would cost, without writing anything.",
+        show_default=False,
+    ),
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on with this run; refuse to begin a new one.", show_default=False)
+    bool, typer.Option("--resume", help="Resume this run. Fail if it does not exist.", show_default=False)
 ]
 
 

@@ -1,4 +1,4 @@
-"""The commands that only look: eval, count, trace, data."""
+"""Define the commands that write nothing: eval, count, trace, data."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def evaluate(
     model: Target,
     given: Sections,
     screen: Screen,
-    batch: Annotated[int, typer.Option(help="Images at a time.")] = 256,
-    limit: Annotated[int | None, typer.Option(help="Only so many test images.", show_default="all")] = None,
+    batch: Annotated[int, typer.Option(help="Number of images per batch.")] = 256,
+    limit: Annotated[int | None, typer.Option(help="Number of test images to use.", show_default="all")] = None,
 ) -> None:
     """Measure the accuracy of a network on the test data.
 
@@ -59,9 +59,12 @@ def count(
     given: Sections,
     screen: Screen,
     mask: Annotated[
-        str | None, typer.Option(metavar="RUN|FILE", help="Count what is left under the mask of this run.")
+        str | None,
+        typer.Option(metavar="RUN|FILE", help="Run or file with a mask. The pruned network is counted as well."),
     ] = None,
-    convention: Annotated[str, typer.Option(help=f"How to count under a mask: {' or '.join(CONVENTIONS)}.")] = "exact",
+    convention: Annotated[
+        str, typer.Option(help=f"Counting convention for a mask: {' or '.join(CONVENTIONS)}.")
+    ] = "exact",
 ) -> None:
     """Count parameters and multiply-accumulates, layer by layer.
 
@@ -77,7 +80,7 @@ def count(
 
 @add_flags("model")
 def trace(model: Target, given: Sections, screen: Screen) -> None:
-    """Show how the channels of a network flow: which are tied together, what cannot be removed and why.
+    """Show how channels flow through a network: which are tied together, which cannot be removed, and why.
 
     sosp trace timm:convnext_atto
     """
@@ -95,18 +98,18 @@ def _untraced(flow: sosp.Flow) -> dict[str, Any]:
 
 @add_flags()
 def data(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder, or one above it.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder of a dataset, or its parent folder.")],
     given: Sections,
     screen: Screen,
 ) -> None:
-    """Say which datasets lie in a folder, whether they are complete, and where to get what is missing."""
+    """Show which datasets a folder contains, whether they are complete, and where to download what is missing."""
     for finding in sosp.data.inspect(folder):
         screen.print_json({"event": "finding", **asdict(finding)})
         screen.print_lines(str(finding))
 
 
 def make_network_and_example(word: str, given: Sections) -> tuple[nn.Module, Any]:
-    """The network and an example of what it takes; no data is read."""
+    """Return the network and an example input, without reading data."""
     chosen: ModelSection = build_config(resolve_target(word, given)[0], format_flag).model
     made = by_name.build_network(chosen.name, classes=chosen.classes, width=chosen.factor)
     network = made if chosen.weights is None else by_name.load_weights(made, chosen.weights)

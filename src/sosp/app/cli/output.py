@@ -1,4 +1,4 @@
-"""What the user sees: lines and a bar for people, JSON lines for machines, errors and how to go on after them."""
+"""Print what the user sees: text and a progress bar, or JSON lines; errors and how to resume after them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Screen:
                 self._fail(f"{error.filename}: cannot be read or written ({error.strerror}).", REFUSED)
             except torch.OutOfMemoryError as error:
                 reason = str(error).splitlines()[0]
-                self._fail(f"the device ran out of memory ({reason}); take a smaller batch or another device.", REFUSED)
+                self._fail(f"the device ran out of memory ({reason}); use a smaller batch or another device.", REFUSED)
             except KeyboardInterrupt:
                 self._fail(f"stopped.{self._go_on()}", STOPPED)
             except SystemExit as stop:  # the end of a job's time, after which training saved what it had
@@ -104,7 +104,9 @@ class Screen:
                 self.bar.clear()
 
     def _go_on(self) -> str:
-        return "" if self.run is None else f" What was done is in {self.run.folder}. Go on: sosp run {self.run.folder}"
+        if self.run is None:
+            return ""
+        return f" Finished work is in {self.run.folder}. Resume with: sosp run {self.run.folder}"
 
     def _fail(self, message: str, code: int) -> None:
         self.bar.clear()

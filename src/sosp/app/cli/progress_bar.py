@@ -1,4 +1,4 @@
-"""A progress bar for training: epoch, time left, loss and accuracy, images per second."""
+"""Show a progress bar for training: epoch, time left, loss and accuracy, images per second."""
 
 from __future__ import annotations
 

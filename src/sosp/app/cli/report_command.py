@@ -1,4 +1,4 @@
-"""The command that shows runs: report."""
+"""Define the command that shows runs: report."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from sosp.app.report import write_figures, write_report
 
 @add_flags()
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, finished or not.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, finished or unfinished.")],
     given: Sections,
     screen: Screen,
     out: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The page.", show_default="report.html in the folder of one run")
+        str | None,
+        typer.Option(metavar="FILE", help="File for the report.", show_default="report.html in the folder of one run"),
     ] = None,
     png: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Also every figure as a PNG file there, for papers.")
+        str | None, typer.Option(metavar="DIR", help="Folder for PNG files of all figures, for papers.")
     ] = None,
 ) -> None:
-    """Make the page of a run anew, or one page of several runs beside each other.
+    """Write the report of a run again, or one report that compares several runs.
 
     sosp report runs/train-a runs/prune-b --out both.html --png figures
     """

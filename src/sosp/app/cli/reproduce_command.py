@@ -1,4 +1,4 @@
-"""The command that redoes the paper's experiments: what there is, where it stands, go on with it, show it."""
+"""Define the command that reproduces the paper's experiments: list, show status, run, write pages."""
 
 from __future__ import annotations
 
@@ -40,26 +40,40 @@ def reproduce(
     given: Sections,
     screen: Screen,
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="An experiment; --list names them.", show_default=False)
+        str | None,
+        typer.Argument(metavar="NAME", help="Name of an experiment. --list shows all names.", show_default=False),
     ] = None,
-    list_: Annotated[bool, _option("Say which experiments there are.", "--list", **Flag)] = False,
-    status: Annotated[bool, _option("Say which cells are done, refused, failed, missing.", "--status", **Flag)] = False,
-    tiny: Annotated[bool, _option("The same steps on digits, in seconds.", "--tiny", **Flag)] = False,
-    data_dir: Annotated[str | None, _option("Where the datasets are.", metavar="DIR")] = None,
+    list_: Annotated[bool, _option("List the experiments.", "--list", **Flag)] = False,
+    status: Annotated[
+        bool, _option("Show which cells are done, refused, failed or missing.", "--status", **Flag)
+    ] = False,
+    tiny: Annotated[
+        bool, _option("Run the same steps on small images of digits, in seconds.", "--tiny", **Flag)
+    ] = False,
+    data_dir: Annotated[str | None, _option("Folder that contains the datasets.", metavar="DIR")] = None,
     weights: Annotated[
         list[str] | None,
-        _option("Weights of a network that would be trained first, resnet56=FILE.", metavar="NAME=FILE"),
+        _option(
+            "Weights of a network that would otherwise be trained first, such as resnet56=FILE.", metavar="NAME=FILE"
+        ),
     ] = None,
-    only: Annotated[str | None, _option("Only the cells whose name it finds.", metavar="REGEX")] = None,
-    seeds: Annotated[int | None, _option("Only the first so many seeds.")] = None,
-    epochs: Annotated[int | None, _option("Another length for every training: these are other cells.")] = None,
-    retry: Annotated[bool, _option("Also what was refused or failed.", "--retry", **Flag)] = False,
-    results: Annotated[str, _option("Where the records go.", metavar="DIR")] = "results",
-    work: Annotated[str, _option("Where checkpoints and networks go.", metavar="DIR")] = "runs/reproduce",
-    page: Annotated[str | None, _option("Write the results pages there, from the records.", metavar="DIR")] = None,
+    only: Annotated[
+        str | None, _option("Run only the cells whose name matches this regular expression.", metavar="REGEX")
+    ] = None,
+    seeds: Annotated[int | None, _option("Run only the cells of the first seeds, up to this number of seeds.")] = None,
+    epochs: Annotated[
+        int | None,
+        _option("Number of epochs of every training, in place of the paper's. The results are separate cells."),
+    ] = None,
+    retry: Annotated[bool, _option("Run refused and failed cells again.", "--retry", **Flag)] = False,
+    results: Annotated[str, _option("Folder for the records.", metavar="DIR")] = "results",
+    work: Annotated[str, _option("Folder for checkpoints and networks.", metavar="DIR")] = "runs/reproduce",
+    page: Annotated[
+        str | None, _option("Folder to which the results pages are written, from the records.", metavar="DIR")
+    ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Redo an experiment of the paper: only what is missing, from where it was left.
+    """Reproduce an experiment of the paper. Finished parts are kept, interrupted parts are resumed.
 
     sosp reproduce resnet56-cifar10 --data-dir datasets --weights resnet56=resnet56.safetensors
     """
@@ -90,17 +104,19 @@ def reproduce(
 def _check(
     name: str | None, results: Path, data_dir: str | None, *, status: bool, page: str | None, some: bool
 ) -> None:
-    """Refuse what would do nothing, or something else than it says."""
+    """Raise ArgumentError for options that would have no effect or contradict each other."""
     if name is None and not status and page is None:
-        raise ArgumentError(f"which experiment? There are {', '.join(paper.EXPERIMENTS)} (--list, --status).")
+        raise ArgumentError(
+            f"no experiment is named. Choose one of {', '.join(paper.EXPERIMENTS)}, or use --list or --status."
+        )
     if name is None and some:
-        raise ArgumentError("--only and --seeds choose cells of one experiment: say which one.")
+        raise ArgumentError("--only and --seeds select cells of one experiment: name the experiment.")
     if status and page is not None:
-        raise ArgumentError("--status writes no page: leave out one of --status and --page.")
+        raise ArgumentError("--status and --page cannot be combined: --status writes no page. Leave out one of them.")
     if data_dir is not None and not Path(data_dir).is_dir():
         raise ArgumentError(f"--data-dir {data_dir}: there is no such folder.")
     if results.exists() and not results.is_dir():
-        raise ArgumentError(f"--results {results}: is no folder.")
+        raise ArgumentError(f"--results {results}: is not a folder.")
     if name is None and page is not None and not any(results.glob("*/*.json")):
         raise ArgumentError(f"--results {results}: there are no records to write pages from.")
 
@@ -141,7 +157,7 @@ def run_experiment(
         found = paper.run_experiment(experiment, setting, ExperimentWatcher(screen), cells=cells, retry=retry)
     except (KeyboardInterrupt, SystemExit):
         screen.bar.clear()
-        screen.print_lines("What is done is kept. Go on with the same command.")
+        screen.print_lines("Finished cells are kept. Run the same command again to resume.")
         raise
     facts = {how: found.count(how) for how in ("done", "refused", "failed")}
     screen.print_json({"event": "result", "experiment": experiment.name, **facts, "missing": found.missing})
@@ -182,7 +198,7 @@ class ExperimentWatcher:
         if not 0 < self.done < self.missing:
             return ""
         seconds = (time.monotonic() - self.begun) / self.done * (self.missing - self.done)
-        return f"; about {format_duration(seconds)} for all that is missing"
+        return f"; about {format_duration(seconds)} left for the missing cells"
 
     def _epoch(self, facts: Mapping[str, Any]) -> None:
         """A line now and then, also where there is no bar."""
@@ -191,7 +207,7 @@ class ExperimentWatcher:
         self.epochs += 1
         number, whole = facts["number"], facts["epochs"]
         if self.epochs == 1 and number > 1:
-            self.screen.print_lines(f"going on with epoch {number}")
+            self.screen.print_lines(f"resuming at epoch {number}")
         if number % EVERY == 0:
             seconds = (time.monotonic() - self.since) / self.epochs * (whole - number)
             self.screen.print_lines(
@@ -271,11 +287,9 @@ def show_plan(
         f"{experiment.name}: {len(todo)} of {format_count(len(cells), 'cell')} missing", *_shorten_list(names)
     )
     if first:
-        screen.print_lines(f"to be trained first: {format_count(len(first), 'network')}", *_shorten_list(before))
+        screen.print_lines(f"to train first: {format_count(len(first), 'network')}", *_shorten_list(before))
     if trained:
-        screen.print_lines(
-            f"in all {format_count(len(trained), 'training')} with {format_count(sum(trained), 'epoch')}"
-        )
+        screen.print_lines(f"total: {format_count(len(trained), 'training')}, {format_count(sum(trained), 'epoch')}")
     screen.print_lines("Nothing was done.")
 
 

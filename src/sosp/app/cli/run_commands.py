@@ -1,4 +1,4 @@
-"""The commands that make a run: train, prune, finetune, run."""
+"""Define the commands that make a run: train, prune, finetune, compare, run."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ from sosp.errors import ArgumentError
 from sosp.nets.by_name import parse_network_name
 
 NAMES = "sosp:resnet56, torchvision:resnet50, timm:convnext_atto, hf:FOLDER, file.py:function or module:function"
-Network = Annotated[str, typer.Argument(metavar="MODEL", help=f"{NAMES}.")]
+Network = Annotated[str, typer.Argument(metavar="MODEL", help=f"Network: {NAMES}.")]
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL|RUN", help=f"{NAMES}; or the folder of a run, which says its network, weights and data."
+        metavar="MODEL|RUN",
+        help=f"Network: {NAMES}; or the folder of a run, which supplies the network, weights and data.",
     ),
 ]
 
@@ -63,7 +64,7 @@ def train(model: Network, given: Sections, screen: Screen, dry_run: DryRun = Fal
 
 @add_flags("model", "data", "prune", "run")
 def prune(model: Target, given: Sections, screen: Screen, dry_run: DryRun = False, resume: Resume = False) -> None:
-    """Score a trained network, remove what it needs least, and save the smaller one.
+    """Rank the structures of a trained network, remove the least important ones, and save the smaller network.
 
     sosp prune runs/train-resnet56-cifar10-seed0 --macs 0.5
     sosp prune torchvision:resnet50 --weights r50.pth --data imagenet --data-dir imagenet --ratio 0.3
@@ -94,7 +95,7 @@ def finetune(model: Target, given: Sections, screen: Screen, dry_run: DryRun = F
     *("prune.examples", "finetune", "run"),
 )
 def compare(model: Target, given: Sections, screen: Screen, dry_run: DryRun = False, resume: Resume = False) -> None:
-    """Prune one network by many methods at many ratios, and compare what is left. Fine-tunes if --epochs is given.
+    """Prune one network with several methods and ratios, and compare the results. --epochs adds fine-tuning.
 
     sosp compare sosp:resnet56 --weights resnet56.safetensors --data cifar10 --data-dir datasets
     --methods sosp-h,sosp-i,taylor --ratios 0.3,0.5 --seeds 3
@@ -103,39 +104,37 @@ def compare(model: Target, given: Sections, screen: Screen, dry_run: DryRun = Fa
     if not given["finetune"]:
         del sections["finetune"]
     elif "epochs" not in given["finetune"]:
-        raise ArgumentError("options of fine-tuning without --epochs: for how long?")
+        raise ArgumentError("fine-tuning options need --epochs. Give the number of epochs, or leave the options out.")
     launch_run(build_config(sections, format_flag), "compare", screen, dry_run, resume)
 
 
 @add_flags("run")
 def run(
-    config: Annotated[
-        str, typer.Argument(metavar="CONFIG|RUN", help="A TOML file; or the folder of a run to go on with.")
-    ],
+    config: Annotated[str, typer.Argument(metavar="CONFIG|RUN", help="TOML file, or folder of a run to resume.")],
     given: Sections,
     screen: Screen,
     dry_run: DryRun = False,
     resume: Resume = False,
 ) -> None:
-    """Train, prune and fine-tune as a file says, or go on with a run.
+    """Run the stages of a config file (train, prune, fine-tune), or resume a run.
 
     The file has the sections \\[model], \\[data], \\[train], \\[prune], \\[finetune] and \\[run]. Their keys are the
-    options of the commands, with name in \\[model], and name and folder in \\[data] for --data and --data-dir. A stage
-    runs if its section is there. Paths in it start from the current folder.
+    options of the commands. \\[model] also has the key name, and \\[data] has name for --data, folder for --data-dir.
+    A stage runs if its section is present. Relative paths start from the current folder.
     """
     if is_run(config):
         _resume_run(config, given, screen, dry_run)
         return
     found = override_run_section(read_config(config), given["run"])
     if not found.stages:
-        raise ArgumentError(f"{config}: says nothing to do; write a section [train], [prune] or [finetune].")
+        raise ArgumentError(f"{config}: has no stage to run. Add a section [train], [prune] or [finetune].")
     launch_run(found, "run", screen, dry_run, resume, name=Path(config).stem)
 
 
 def _resume_run(folder: str, given: Sections, screen: Screen, dry_run: bool) -> None:
     """With the run that is in a folder; only the device may be another."""
     if extra := [key for key in given["run"] if key != "device"]:
-        raise ArgumentError(f"{folder} is a run already: {format_flag('run', extra[0])} cannot be changed.")
+        raise ArgumentError(f"{folder} is an existing run: {format_flag('run', extra[0])} cannot be changed.")
     config = override_run_section(read_record(folder).config, {**given["run"], "out": folder})
     launch_run(config, "run", screen, dry_run, True)
 
@@ -146,7 +145,7 @@ def _resume_run(folder: str, given: Sections, screen: Screen, dry_run: bool) -> 
 def launch_run(
     config: Config, command: str, screen: Screen, dry_run: bool, resume: bool, *, name: str | None = None
 ) -> None:
-    """Carry a config out in its folder, or say what that would be."""
+    """Run a config in its folder, or print what would be done."""
     job = prepare_job(config)
     check_comparison(job)
     check_expansion(job)
@@ -154,7 +153,7 @@ def launch_run(
         warn_without_weights(job, screen)
     place = job.config.run
     if place.name and Path(place.name).name != place.name:
-        raise ArgumentError(f"name={place.name!r} is a path: name the folder with --out (out in [run]).")
+        raise ArgumentError(f"name={place.name!r} is a path: give the folder with --out (out in [run]).")
     folder = Path(place.out) if place.out else Path("runs") / (place.name or name or name_run(job.config, command))
     record = describe_run(job.config, ["sosp", *sys.argv[1:]])
     if dry_run:
@@ -174,7 +173,7 @@ def launch_run(
 def warn_without_weights(job: RunJob, screen: Screen) -> None:
     """A network of ours or of a package without weights is as good as random."""
     if job.config.model.weights is None and parse_network_name(job.config.model.name)[0] in FLEXIBLE:
-        screen.warn(f"{job.config.model.name} has no weights (--weights): it is as it was initialised.")
+        screen.warn(f"{job.config.model.name} has no weights (--weights): its parameters are randomly initialised.")
 
 
 @contextmanager
@@ -221,7 +220,7 @@ def show_plan(job: RunJob, folder: Path, screen: Screen) -> None:
     screen.print_lines(f"{job.config.model.name}: {size}, on {network['device']}")
     for stage, facts in found.items():
         screen.print_lines(f"{stage}: {format_plan(facts)}")
-    state = "is there already" if is_run(folder) else "would be made"
+    state = "already exists" if is_run(folder) else "would be created"
     screen.print_lines(f"Run {folder} {state}. Nothing was done.")
 
 
@@ -232,8 +231,8 @@ def format_plan(facts: Mapping[str, Any]) -> str:
         return f"{facts['cells']} cells, {methods} at {ratios}{tuning}"
     if "courses" in facts:
         before = f"{facts['trainings']} networks for {facts['epochs_before']} epochs" if facts["trainings"] else "none"
-        cut = f"each cut to {', '.join(facts['sizes'])} and trained for {facts['epochs_after']} epochs"
-        return f"{', '.join(facts['courses'])}, {facts['seeds']} seeds; trained before the cut: {before}; {cut}"
+        cut = f"each pruned to {', '.join(facts['sizes'])} and trained for {facts['epochs_after']} epochs"
+        return f"{', '.join(facts['courses'])}, {facts['seeds']} seeds; trained before pruning: {before}; {cut}"
     if "epochs" in facts:
         size = f"{facts['epochs']} epochs of {facts['images'] // max(facts['epochs'], 1):,} images"
         macs, time = format_large_number(facts["macs"]), format_duration(facts["seconds"])

@@ -1,4 +1,4 @@
-"""What a command is pointed at: the name of a network, or a run that made one."""
+"""Resolve the network that a command names: by its name, or by a run that made it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def resolve_target(word: str, given: Sections) -> tuple[Sections, RunRecord | No
 
 def refuse_weights(word: str, given: Sections) -> None:
     if "weights" in given.get("model", {}):
-        raise ArgumentError(f"{word} is a run, which has its weights: leave out --weights, or name the network itself.")
+        raise ArgumentError(
+            f"{word} is a run, and its weights are used: leave out --weights, or name the network in place of the run."
+        )
 
 
 def merge_data_section(before: Mapping[str, Any], given: Sections) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def _find_run_network(word: str) -> tuple[RunRecord, Path] | None:
     if path.name in FILES.values() and is_run(path.parent):
         return read_record(path.parent), path
     if path.is_dir():
-        raise RunError(f"{word}: is a folder without a run in it (config.json).")
+        raise RunError(f"{word}: is a folder that contains no run (it has no config.json).")
     return None
 
 
@@ -65,7 +67,7 @@ def _refuse_unknown_name(word: str) -> None:
         path = Path(word)
         runs = [str(p) for p in path.parent.iterdir() if is_run(p)] if "/" in word and path.parent.is_dir() else []
         raise ArgumentError(
-            f"there is no run {word!r} (no such folder).{suggest_name(word, runs)} And {error}"
+            f"there is no run {word!r} (no such folder).{suggest_name(word, runs)} It is not a network either: {error}"
         ) from None
 
 
@@ -74,7 +76,8 @@ def _refuse_file(word: str) -> None:
         if not Path(word).exists():
             raise ArgumentError(f"{word}: there is no such file.")
         raise ArgumentError(
-            f"{word}: does not say which network it is of. Name the network, and give this with --weights {word}"
+            f"{word}: is a file of weights and does not say which network they belong to. Name the network, and give "
+            f"this file with --weights {word}"
         )
 
 
@@ -90,8 +93,8 @@ def require_mask(word: str) -> Mask:
     path: Any = Path(word)
     file = path / FILES["prune"] if is_run(path) else path
     if not file.is_file():
-        raise RunError(f"{word}: is neither a run that pruned something nor a file that sosp.save wrote.")
+        raise RunError(f"{word}: is neither a run that pruned a network nor a file written by sosp.save.")
     mask = inspect(file).mask
     if mask is None:
-        raise RunError(f"{file}: holds no mask.")
+        raise RunError(f"{file}: contains no mask.")
     return mask

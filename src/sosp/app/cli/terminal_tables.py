@@ -1,4 +1,4 @@
-"""Events and results in words: lines and tables."""
+"""Format events and results as lines and tables."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def format_duration(seconds: float) -> str:
 
 def format_budget(given: Mapping[str, float]) -> str:
     """``macs 0.5``."""
-    return ", ".join(f"{key} {value:g}" for key, value in given.items()) or "a share of every layer"
+    return ", ".join(f"{key} {value:g}" for key, value in given.items()) or "a share for each layer"
 
 
 # --- events ---------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def _epoch(facts: Facts) -> str:
     loss = "none" if facts["loss"] is None else f"{facts['loss']:.4f}"
     return (
         f"{facts['stage']} epoch {facts['number']:>3}/{facts['epochs']}  loss {loss}  train "
-        f"{format_share(facts['accuracy'])}{tested}  rate {facts['rate']:.2g}"
+        f"{format_share(facts['accuracy'])}{tested}  lr {facts['rate']:.2g}"
     )
 
 
@@ -65,15 +65,16 @@ def _cell(facts: Facts) -> str:
     if facts["refusal"]:
         return f"{start} {facts['refusal']}"
     more = {"repaired": "repaired", "tuned": "fine-tuned"}
-    known = "".join(f", {format_share(facts[key])} {word}" for key, word in more.items() if facts.get(key) is not None)
-    return f"{start} {format_share(facts['masked'])} cut, {format_share(facts['recalibrated'])} recalibrated{known}"
+    known = "".join(f", {word} {format_share(facts[key])}" for key, word in more.items() if facts.get(key) is not None)
+    pruned, recalibrated = format_share(facts["masked"]), format_share(facts["recalibrated"])
+    return f"{start} pruned {pruned}, recalibrated {recalibrated}{known}"
 
 
 def _point(facts: Facts) -> str:
     start = f"{facts['course']}, {facts['budget']} {facts['size']:g}, seed {facts['seed']}:"
     if facts["refusal"]:
         return f"{start} {facts['refusal']}"
-    tuned = "cut" if facts["tuned"] is None else f"{format_share(facts['tuned'])}"
+    tuned = "pruned" if facts["tuned"] is None else f"{format_share(facts['tuned'])}"
     return f"{start} {tuned}, {facts['params']:,} parameters, {format_large_number(facts['macs'])} MACs"
 
 
@@ -113,10 +114,10 @@ def create_results_table(results: Mapping[str, Facts]) -> Table:
 
 
 COMPARED = {
-    "tuned": "accuracy, fine-tuned",
-    "repaired": "accuracy, repaired, not fine-tuned",
-    "recalibrated": "accuracy, recalibrated, not fine-tuned",
-    "masked": "accuracy, right after the cut",
+    "tuned": "accuracy after fine-tuning",
+    "repaired": "accuracy after repair, not fine-tuned",
+    "recalibrated": "accuracy after re-estimating batch-norm statistics, not fine-tuned",
+    "masked": "accuracy right after pruning",
 }
 
 
@@ -137,7 +138,7 @@ def create_comparison_table(found: list[Facts]) -> Table:
 def create_expansion_table(found: Facts) -> Table:
     """A row per point: what it was cut from, to what, and what it can do in the end."""
     points = found["points"]
-    table = create_table("network", "whole", "cut to", "parameters", "MACs", "accuracy")
+    table = create_table("network", "unpruned", "pruned to", "parameters", "MACs", "accuracy")
     choices = {choice["seed"]: choice for choice in found["choices"]}
     for point in points:
         choice = choices[point["seed"]]
@@ -155,7 +156,9 @@ def create_bottlenecks_table(parts: Sequence[Facts], ratios: Sequence[float], ti
     """A row per layer or block: what it loses as the network loses more and more, and what that says."""
     table = create_table(title, _percent(ratios), "factor", "verdict", "stable")
     table.columns[1].no_wrap = True
-    table.caption = "In percent: what a row loses when all of the network loses what the head says."
+    table.caption = (
+        "Percentages of structures removed from each row, when the network loses the percentages in the header."
+    )
     for part in parts:
         stable = "" if part["stability"] is None else f"{part['stability']:.0%}"
         table.add_row(part["name"], _percent(part["removed"]), f"{part['factor']:.2f}", part["verdict"], stable)
@@ -188,14 +191,14 @@ def create_cost_table(before: Cost, after: Cost | None = None) -> Table:
     if after is None:
         table = create_table("layer", "parameters", "MACs")
         for x in before.layers:
-            table.add_row(x.name or "(itself)", f"{x.params:,}", f"{x.macs:,}")
+            table.add_row(x.name or "(whole model)", f"{x.params:,}", f"{x.macs:,}")
         table.add_row("total", f"{before.params:,}", f"{before.macs:,}", style="bold")
         return table
     left = {x.name: x for x in after.layers}
-    table = create_table("layer", "parameters", "left", "MACs", "left")
+    table = create_table("layer", "parameters", "kept", "MACs", "kept")
     for x in before.layers:
         y = left[x.name]
-        table.add_row(x.name or "(itself)", f"{x.params:,}", f"{y.params:,}", f"{x.macs:,}", f"{y.macs:,}")
+        table.add_row(x.name or "(whole model)", f"{x.params:,}", f"{y.params:,}", f"{x.macs:,}", f"{y.macs:,}")
     whole = (before.params, after.params, before.macs, after.macs)
     table.add_row("total", *(f"{number:,}" for number in whole), style="bold")
     return table

@@ -1,4 +1,4 @@
-"""The commands about widths: expand, bottlenecks."""
+"""Define the commands about widths: expand, bottlenecks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCORING = ("prune.method", "prune.groups", "prune.gate", "prune.exclude", "prune
 
 @add_flags("model", "data", "expand", *SCORING, "prune.cap", "train", "run")
 def expand(model: Target, given: Sections, screen: Screen, dry_run: DryRun = False, resume: Resume = False) -> None:
-    """Train, find what is too narrow, widen it, train anew and prune; beside it the network as it is, and a wider one.
+    """Widen the narrowest blocks, retrain and prune. Compare with the original and a uniformly wider network.
 
     sosp expand sosp:resnet56 --data cifar10 --data-dir datasets --ratios 0.3,0.5,0.7
     """
@@ -38,13 +38,20 @@ def bottlenecks(
     model: Target,
     given: Sections,
     screen: Screen,
-    ratios: Annotated[str | None, typer.Option(help="Overall shares to remove.", show_default="0.1 to 0.9")] = None,
-    subsamples: Annotated[int, typer.Option(help="Disjoint sets of examples to score besides.")] = 3,
-    alpha: Annotated[float, typer.Option(help="Chance of any false verdict.")] = 0.05,
+    ratios: Annotated[
+        str | None, typer.Option(help="Shares of all structures to remove.", show_default="0.1 to 0.9")
+    ] = None,
+    subsamples: Annotated[
+        int,
+        typer.Option(
+            help="Number of additional disjoint sets of examples to score, to see how stable the verdicts are."
+        ),
+    ] = 3,
+    alpha: Annotated[float, typer.Option(help="Probability that at least one verdict is false.")] = 0.05,
 ) -> None:
-    """Say which layers and blocks are too narrow, which are over-wide, and what widths would even that out.
+    """Show which layers and blocks are too narrow or too wide, and suggest widths that balance them.
 
-    Uses the saliency that a run of prune kept, or scores the network.
+    The verdicts use the saliency saved by a prune run. Without one, the network is scored.
 
     sosp bottlenecks runs/prune-resnet56-cifar10-sosp-h-ratio0.5-seed0
     """
@@ -58,7 +65,8 @@ def bottlenecks(
     screen.print_lines(create_bottlenecks_table(facts["blocks"], facts["ratios"], "block"))
     screen.print_lines(create_bottlenecks_table(facts["layers"], facts["ratios"], "layer"))
     screen.print_lines(
-        f"{found.method}, by {'the saliency of the run' if kept else 'a saliency of now'}. {format_advice(found)}"
+        f"{found.method}, from {'the saliency of the run' if kept else 'a newly computed saliency'}. "
+        f"{format_advice(found)}"
     )
 
 
@@ -92,9 +100,9 @@ def parse_ratios(text: str | None) -> tuple[float, ...] | None:
 
 
 def format_advice(found: sosp.Bottlenecks) -> str:
-    """The advice, and what it costs."""
+    """Return the advice and its cost in parameters and MACs."""
     if found.before is None or found.after is None:
-        return f"Advice: {found.advice}. What that costs is not known: {found.note}"
+        return f"Advice: {found.advice}. Its cost is unknown: {found.note}"
     was, would = found.before, found.after
     macs = f"{format_large_number(was.macs)} -> {format_large_number(would.macs)} MACs"
     size = f"{was.params:,} -> {would.params:,} parameters, {macs}"

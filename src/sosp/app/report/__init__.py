@@ -22,7 +22,7 @@ def write_report(runs: Sequence[str | Path], out: str | Path | None = None) -> P
     if not runs:
         raise ArgumentError("there is nothing to report: name the folder of a run.")
     if out is None and len(runs) > 1:
-        raise ArgumentError("a report of several runs needs a place of its own: say where (--out FILE).")
+        raise ArgumentError("a report of several runs needs a file name: give one with --out FILE.")
     path = Path(runs[0]) / REPORT if out is None else Path(out)
     found = [read_run(folder) for folder in runs]
     refuse_foreign(path)
@@ -38,7 +38,7 @@ def keep_report(run: Path, warn: Callable[[str], None], *, anew: bool) -> Path |
     try:
         return write_report([run])
     except Exception as error:  # of a library that draws, of a disk that is full: whatever it is, the run is done
-        warn(f"the report could not be made ({error}); try again: sosp report {run}")
+        warn(f"the report could not be written ({error}); try again: sosp report {run}")
         return None
 
 
@@ -67,7 +67,7 @@ def refuse_foreign(path: Path) -> None:
     if path.is_dir() or not path.parent.is_dir():
         raise RunError(f"{path}: {'is a folder' if path.is_dir() else 'its folder does not exist'}; name a file.")
     if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace")[:2000]:
-        raise RunError(f"{path}: is there already and is no report. Choose another file.")
+        raise RunError(f"{path}: already exists and is not a report. Choose another file.")
 
 
 __all__ = ["keep_report", "write_figures", "write_report"]

@@ -116,7 +116,7 @@ def _details(path: Path) -> tuple[tuple[LayerWidths, ...], LossCurve | None, Map
         points = None if losses is None else tuple(LossPoint(**point) for point in losses["points"])
         return widths, None if points is None else LossCurve(losses["examples"], points), found.get("bottlenecks")
     except (KeyError, TypeError) as error:
-        raise RunError(f"{path}: is not what a run of sosp writes ({error}).") from error
+        raise RunError(f"{path}: is not a file written by a run of sosp ({error}).") from error
 
 
 def _epochs(path: Path) -> dict[str, tuple[Epoch, ...]]:

@@ -41,7 +41,7 @@ def find_run_bottlenecks(
     assert section is not None
     structures = find_job_structures(job, job.start)
     if kept is not None and list(kept.layers) != [layer.name for layer in structures.layers]:
-        raise RunError("the saliency that the run kept is of other layers than its network has.")
+        raise RunError("the saliency that the run saved does not match its network: their layers differ.")
     check_structures(job.start, structures, section.method)
     parts = split_examples(job, section, subsamples + (kept is None)) if subsamples or kept is None else []
     model = recalibrate_untrained(job.start, job.dataset.train, job.config.run.seed) if parts else job.start
@@ -64,7 +64,9 @@ def split_examples(job: RunJob, section: PruningSection, parts: int) -> list[tup
     source = job.dataset.train
     each = min(section.examples, len(source) // parts)
     if not each:
-        raise ArgumentError(f"{parts} subsamples of {len(source)} training examples leave none for each.")
+        raise ArgumentError(
+            f"{len(source)} training examples are too few for {parts} subsamples: each needs at least one."
+        )
     batches = list(source.subset(each * parts, job.config.run.seed).to(job.device).ordered(batch=250))
     images, labels = (torch.cat([batch[i] for batch in batches]) for i in (0, 1))
     return [(images[i::parts], labels[i::parts]) for i in range(parts)]

@@ -59,12 +59,13 @@ def check_expansion(job: RunJob) -> None:
         return
     if train is None or job.config.finetune is not None or job.config.compare is not None:
         raise ArgumentError(
-            "an expansion trains and fine-tunes as [train] says; [finetune] and [compare] have no place."
+            "an expansion needs a section [train], which also holds its fine-tuning options. Remove [finetune] and "
+            "[compare]."
         )
     if train.build_schedule().distill or train.slimming is not None:
-        raise ArgumentError("an expansion trains without a teacher and without slimming.")
+        raise ArgumentError("an expansion cannot use distillation or slimming: leave them out.")
     if getattr(job.start, "sosp_recipes", ()):
-        raise ArgumentError("the network is pruned already: begin with one that is not, or with the name of a network.")
+        raise ArgumentError("the network is already pruned: start from an unpruned one, or from the name of a network.")
     check_widths(make_growth(job), section.factor)
 
 

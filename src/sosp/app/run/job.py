@@ -92,7 +92,9 @@ def prepare_job(config: Config) -> RunJob:
 def _load_dataset(chosen: DataSection) -> Dataset | None:
     if chosen.name is None:
         if chosen.folder is not None:
-            raise ArgumentError("a folder of data without its name: which dataset is it?")
+            raise ArgumentError(
+                "a data folder is given without the name of the dataset: name the dataset (--data, or name in [data])."
+            )
         return None
     given = "without arguments (--data-dir would be one)" if chosen.folder is None else "with the folder alone"
     with convert_user_errors(chosen.name, given) if ":" in chosen.name else nullcontext():
@@ -174,8 +176,8 @@ def check_outputs(model: nn.Module, example: Any, data: Dataset, name: str) -> N
         ) from error
     if logits.shape[1] != len(data.classes):
         raise DataError(
-            f"{name} has {logits.shape[1]} outputs, and {data.name} has {len(data.classes)} classes. "
-            "Take a network for these classes (classes, for those that can be made with any number)."
+            f"{name} has {logits.shape[1]} outputs, but {data.name} has {len(data.classes)} classes. Use a network "
+            "for these classes. Some networks take the number of classes as an option (classes)."
         )
 
 
@@ -200,7 +202,7 @@ def check_stages(config: Config) -> None:
     if config.stages and config.data.name is None:
         raise ArgumentError("this needs data: name a dataset (--data, or name in [data]).")
     if config.compare is not None and (config.train or (config.finetune and config.finetune.distill)):
-        raise ArgumentError("a comparison fine-tunes without a teacher, and trains nothing before.")
+        raise ArgumentError("a comparison cannot use distillation or a section [train]: leave them out.")
     for stage, taken in TAKEN.items():
         if getattr(config, stage) is not None and config.prune is not None:
             _refuse_unread(config.prune, stage, taken)
@@ -209,7 +211,9 @@ def check_stages(config: Config) -> None:
         if section is not None and section.schedule is not None:
             distill, teacher = section.build_schedule().distill, section.teacher
             if teacher is not None and not distill:
-                raise ArgumentError("a teacher is named, but distill is 0: say which share of the loss it gets.")
+                raise ArgumentError(
+                    "a teacher is given, but distill is 0: set distill to the teacher's share of the loss."
+                )
             if distill and teacher is None and (stage == "train" or config.prune is None):
                 raise ArgumentError(f"distill={distill} needs a teacher: name a run, or a file of weights.")
 
@@ -219,9 +223,7 @@ def _refuse_unread(section: PruningSection, stage: str, taken: Sequence[str]) ->
     others = [f.name for f in fields(PruningSection) if f.name not in taken]
     names = [name for name in others if getattr(section, name) != getattr(PruningSection(), name)]
     if names:
-        raise ArgumentError(
-            f"[{stage}] takes {', '.join(taken)} from [prune], and not {', '.join(names)}: leave it out."
-        )
+        raise ArgumentError(f"[{stage}] uses only {', '.join(taken)} from [prune]: leave out {', '.join(names)}.")
 
 
 def check_job(job: RunJob) -> None:

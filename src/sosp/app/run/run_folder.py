@@ -67,7 +67,7 @@ class RunFolder:
         path = self.folder / RESULT
         found = read_json(path) if path.is_file() else {}
         if not isinstance(found, dict) or not all(isinstance(figures, dict) for figures in found.values()):
-            raise RunError(f"{path}: does not hold the figures of stages. Remove it, and the stages are done again.")
+            raise RunError(f"{path}: does not contain the results of the stages. Remove it to run the stages again.")
         return found
 
     def is_done(self, stage: str) -> bool:
@@ -115,11 +115,13 @@ def refuse_folder(path: Path, record: RunRecord, *, must_exist: bool) -> None:
 
 def _refuse_occupied(path: Path, must_exist: bool) -> None:
     if must_exist:
-        raise RunError(f"{path}: there is no run to resume. Leave out --resume to begin it.")
+        raise RunError(f"{path}: there is no run to resume. Leave out --resume to start one.")
     if path.exists() and not path.is_dir():
         raise RunError(f"{path}: is a file; a run needs a folder.")
     if path.is_dir() and (names := sorted(p.name for p in path.iterdir() if p.name != LOCK)):
-        raise RunError(f"{path}: holds {', '.join(names[:3])}, but no run. Choose another folder, or empty this one.")
+        raise RunError(
+            f"{path}: contains {', '.join(names[:3])}, but no run. Choose another folder, or empty this one."
+        )
 
 
 def _make(path: Path, record: RunRecord) -> None:
@@ -136,10 +138,12 @@ def _make(path: Path, record: RunRecord) -> None:
 def _refuse_other(path: Path, record: RunRecord) -> None:
     there = read_record(path)
     if (gap := find_first_difference(record.identity(), there.identity())) is not None:
-        on = f"go on with the run that is there: sosp run {path}"
+        on = f"resume the existing run: sosp run {path}"
         if record.config == there.config:  # only files that it names are others now
-            on = "put back the files that the run began with"
-        raise RunError(f"{path}: holds another run: {gap}. Nothing was changed. Choose another name or folder, or {on}")
+            on = "restore the files that the run started with"
+        raise RunError(
+            f"{path}: contains a different run: {gap}. Nothing was changed. Choose another name or folder, or {on}"
+        )
 
 
 @contextmanager
@@ -170,7 +174,7 @@ def read_record(folder: str | Path) -> RunRecord:
     path = Path(folder) / CONFIG
     found = read_json(path)
     if not isinstance(found, dict) or found.get("format") != 1:
-        raise RunError(f"{path}: was not written by sosp, or by a newer one.")
+        raise RunError(f"{path}: was not written by sosp, or was written by a newer version.")
     try:
         config, digests = build_config(found.pop("config")), dict(found.pop("digests"))
     except (ArgumentError, KeyError, TypeError, ValueError) as error:
@@ -182,10 +186,12 @@ def find_last_network(folder: str | Path) -> tuple[RunRecord, Path]:
     """The config of a run, and the network of its last stage that is done."""
     record, run = read_record(folder), RunFolder(Path(folder), writes=False)
     if record.config.compare is not None:
-        raise RunError(f"{folder}: holds a comparison, which leaves no network behind.")
+        raise RunError(f"{folder}: contains a comparison, which saves no networks.")
     if record.config.expand is not None:
-        raise RunError(f"{folder}: holds an expansion, which leaves several networks behind (seed*/networks).")
+        raise RunError(
+            f"{folder}: contains an expansion, which saves several networks (seed*/networks). Give one of their files."
+        )
     done = [stage for stage in record.config.stages if run.is_done(stage)]
     if not done:
-        raise RunError(f"{folder}: no stage of this run is done. Go on with it: sosp run {folder}")
+        raise RunError(f"{folder}: no stage of this run is done. Resume it: sosp run {folder}")
     return record, run.file(done[-1])
