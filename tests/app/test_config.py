@@ -98,6 +98,15 @@ def test_everything_that_can_be_chosen_about_training_is_there() -> None:
         assert TrainingSection(schedule=name).build_schedule() == schedule
 
 
+def test_zero_and_false_override_the_schedule() -> None:
+    given = {"schedule": "cifar", "momentum": 0, "decay": 0, "nesterov": False}
+    train = build_config({"model": {"name": "a"}, "train": given}).train
+    assert train is not None
+    schedule = train.build_schedule()
+    assert (schedule.momentum, schedule.decay, schedule.nesterov) == (0, 0, False)
+    assert (schedule.epochs, schedule.rate) == (200, 0.1)  # as in the paper
+
+
 def test_every_option_explains_itself() -> None:
     for section, kind in SECTIONS.items():
         for key, option in collect_options(kind).items():

@@ -21,6 +21,7 @@ from sosp.app.report.run_summary import list_networks
 from sosp.app.report.section import make_large_cell, make_size_cell
 from sosp.app.report.sections.expansion import average_seeds
 from sosp.app.report.sections.losses import verdict
+from sosp.app.report.sections.pairs import table
 from sosp.app.report.sections.saliency import explain_shared_structures, threshold
 from sosp.app.report.sections.streams import assign_lanes, split_streams
 from sosp.studies.compare.summary import ComparisonSummary
@@ -433,3 +434,12 @@ def test_layers_without_structures_of_their_own_are_left_out() -> None:
     assert torch.equal(some.pairs_by_layer, whole.pairs_by_layer[[0, 2]][:, [0, 2]])
     assert explain_shared_structures(whole, some).endswith("at the first of them.")
     assert explain_shared_structures(whole, whole.without_empty_layers()) == ""
+
+
+def test_a_pair_of_layers_is_counted_in_both_halves_of_the_table() -> None:
+    """All numbers add up to 10, and those off the diagonal stand there twice: 2 + 2, 1 + 1 and 0.5 + 0.5."""
+    Q = torch.tensor([[1.0, 2.0, 0.5], [2.0, 2.0, 1.0], [0.5, 1.0, 0.0]])
+    rows = table(saliency([("a", 3, 4), ("b", 4, 4), ("c", 4, 4)]), Q.numpy()).rows
+    assert [(first, second, share.text) for first, second, _, share in rows] == [
+        ("a", "b", "40.00 %"), ("b", "c", "20.00 %"), ("a", "c", "10.00 %"),
+    ]  # fmt: skip

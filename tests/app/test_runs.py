@@ -72,6 +72,15 @@ def test_files_are_compared_by_what_is_in_them(tmp_path: Path) -> None:
         pass
 
 
+def test_weights_and_teachers_are_identified_by_their_digests() -> None:
+    digests = {"model.weights": "a1", "train.teacher": "b2", "finetune.teacher": "c3"}
+    files = {"train": {"teacher": "big.pth"}, "finetune": {"teacher": "large.pth"}}
+    found = record(digests, model={"name": "sosp:resnet20", "weights": "r20.pth"}, **files).identity()
+    assert found["model"]["weights"] == "sha256 a1"
+    assert found["train"]["teacher"] == "sha256 b2"
+    assert found["finetune"]["teacher"] == "sha256 c3"
+
+
 def test_folders_that_hold_something_else(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(RunError, match=r"contains thesis.tex, but no run"), open_run(tmp_path, record()):

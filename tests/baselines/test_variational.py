@@ -125,6 +125,15 @@ def test_the_network_is_the_same_at_the_start_and_plain_at_the_end() -> None:
     assert torch.equal(twin[1].weight, companion.mean)
 
 
+def test_scales_that_were_frozen_are_frozen_at_the_end() -> None:
+    model = nn.Sequential(network(), nn.BatchNorm1d(2)).double()
+    model[0][1].weight.requires_grad_(False)
+    companion = GaussianScales(["0.1", "1"], 0.0)
+    companion.begin(model)
+    companion.settle()
+    assert [model[0][1].weight.requires_grad, model[1].weight.requires_grad] == [False, True]
+
+
 def test_a_scale_of_nothing_begins_a_little_above() -> None:
     model = network()
     with torch.no_grad():

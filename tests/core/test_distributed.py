@@ -13,6 +13,7 @@ from torch import nn
 import sosp
 from networks import case
 from sosp.core import distributed
+from sosp.core.batches import distribute_examples, iterate_chunks
 from sosp.errors import DataError
 
 METHODS = ("sosp-h", "sosp-i", "sosp-i-diagonal", "first-order", "exact")
@@ -64,6 +65,18 @@ def test_several_processes_score_as_one(world: int, tmp_path: Path) -> None:
                     assert torch.allclose(a, b, rtol=1e-12, atol=1e-14), method  # float64, sums in another order
                 else:
                     assert a == b
+
+
+def dealt(sizes: list[int], world: int) -> list[list[int]]:
+    """The numbers of the examples that each of ``world`` processes gets, of batches of these sizes."""
+    data = [(x, x) for x in torch.arange(sum(sizes)).split(sizes)]
+    shares = (distribute_examples(iterate_chunks(data, None, None), rank, world) for rank in range(world))
+    return [[int(i) for chunk in share for i in chunk.inputs] for share in shares]
+
+
+def test_examples_are_dealt_in_turn_across_batches() -> None:
+    assert dealt([1, 1, 1, 1], 2) == [[0, 2], [1, 3]]
+    assert dealt([1, 3, 1, 2], 3) == [[0, 3, 6], [1, 4], [2, 5]]
 
 
 def too_few() -> str:

@@ -711,3 +711,11 @@ def test_a_layer_whose_norm_is_called_twice_is_coupled_like_others() -> None:
     assert (small.a.out_features, small.norm.num_features, small.b.in_features, small.b.out_features) == (3, 3, 3, 3)
     assert not any(type(m).__name__ == "Scatter" for m in small.modules())
     torch.testing.assert_close(small(*example), sosp.masked(model, mask)(*example), atol=1e-6, rtol=0)
+
+
+def test_channels_that_become_a_constant_are_not_coupled() -> None:
+    """Without its first layer a sigmoid gives 1/2, which the next layer reads: only the other layer loses channels."""
+    layers = [nn.Linear(3, 6), nn.Sigmoid(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)]
+    found = sosp.find_structures(nn.Sequential(*layers), torch.randn(4, 3), groups="coupled")
+    assert [layer.name for layer in found.layers] == ["0", "2"]
+    assert [ids.tolist() for ids in found.ids] == [[-1] * 6, [0, 1, 2, 3, 4, 5]]

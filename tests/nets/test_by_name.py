@@ -220,7 +220,7 @@ def test_inputs_from_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("wrapper", [None, "state_dict", "model"])
-@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod."])
+@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod.", "_orig_mod.module."])
 def test_state_dicts_in_every_wrapping(wrapper: str | None, prefix: str, tmp_path: Path) -> None:
     source = small(1)
     state = {prefix + name: x for name, x in source.state_dict().items()}

@@ -6,6 +6,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from sosp.studies.compare.comparison_cells import ComparisonCell, ComparisonPlan
 from sosp.studies.compare.method_comparison import compare
 from sosp.studies.compare.summary import summarise_cells
 from sosp.surgery.fold_norms import fold_norms
+from sosp.training import Accuracy, Epoch
 
 METHODS = ("sosp-h", "random", "slimming", "group-fisher")
 
@@ -142,6 +144,22 @@ def test_fine_tuned(model: nn.Module, data: Any, tmp_path: Path) -> None:
     told: list[ComparisonCell] = []
     assert compare(model, data, plan, schedule=schedule, folder=tmp_path, on_cell=told.append) == found
     assert not told
+
+
+def test_tuned_is_the_accuracy_after_the_last_epoch(
+    model: nn.Module, data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a training whose second epoch is its best."""
+    history = [
+        Epoch(n, 1.0, 1.0, Accuracy(a, 1.0, 1.0, 100), 0.1, 1.0, 1.0) for n, a in ((1, 0.5), (2, 0.75), (3, 0.25))
+    ]
+    trained = SimpleNamespace(history=history)
+    monkeypatch.setattr(
+        "sosp.studies.compare.method_comparison.train", lambda networks, *_, **__: dict.fromkeys(networks, trained)
+    )
+    plan = ComparisonPlan(("slimming",), (0.25,), examples=20, recalibrate=50)
+    (cell,) = compare(model, data, plan, schedule=sosp.SCHEDULES["finetune-digits"])
+    assert (cell.tuned, cell.best) == (0.25, 0.75)
 
 
 def test_the_model_is_left_alone(model: nn.Module, data: Any) -> None:

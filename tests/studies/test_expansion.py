@@ -395,6 +395,11 @@ def test_bad_courses(courses: list[PruningProtocol], words: str, data: Dataset) 
         run_protocols({"net": tiny(0.25)}, courses, data, plan(), ExpansionSetup(ONE))
 
 
+def test_sizes_up_to_one_are_shares_of_the_parameters() -> None:
+    found = ExpansionPlan(sizes=(0.5, 1.0, 1, 2, 400)).budgets(1000)
+    assert found == tuple(("params", params) for params in (500, 1000, 1000, 2, 400))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -197,6 +197,18 @@ def test_tensors_that_are_not_contiguous_keep_their_numbers(tmp_path: Path) -> N
     assert inspect(tmp_path / "views").aliases == {}
 
 
+def test_a_square_weight_and_its_transpose_are_two_tensors(tmp_path: Path) -> None:
+    """Memory, shape and type are the same; only the strides tell them apart."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    model.register_buffer("turned", model.weight.data.t())
+    save(tmp_path / "square", model)
+    assert inspect(tmp_path / "square").aliases == {}
+    found = load(tmp_path / "square", model)
+    assert found.weight.tolist() == [[1, 2], [3, 4]]
+    assert found.turned.tolist() == [[1, 3], [2, 4]]
+
+
 def test_a_conjugate_is_saved_by_its_numbers(tmp_path: Path) -> None:
     model = nn.Module()
     model.register_buffer("z", torch.tensor([1 + 2j, 3 - 1j]).conj())

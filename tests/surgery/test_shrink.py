@@ -146,6 +146,29 @@ def test_modes_and_hooks_of_the_given_model_stay_and_the_copy_has_them_too() -> 
     assert seen == ["layer2.0"]
 
 
+class TwoBranches(nn.Module):
+    """The sum of two layers: where one loses a channel, its output is scattered to the width of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(3, 6), nn.Linear(3, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.a(x) + self.b(x))
+
+
+def test_hooks_of_the_user_see_the_output_at_its_full_width() -> None:
+    """The scatter comes before them."""
+    model, x, seen = TwoBranches(), torch.randn(5, 3), []
+    model.a.register_forward_hook(lambda m, a, o: seen.append(o))
+    small = sosp.shrink(model, sosp.Mask.from_removed(model, {"a": [0, 3]}, x), x)
+    assert small.a.out_features == 4
+    seen.clear()
+    small(x)
+    (output,) = seen
+    assert (output != 0).any(0).tolist() == [False, True, True, False, True, True]
+
+
 # --- really smaller
 
 
@@ -171,6 +194,13 @@ def test_layers_lose_what_is_zero_and_what_nothing_reads(name: str) -> None:
         assert lost == wanted, (consumer, removed)
     for layer, removed in c.frees:
         assert width_out(cut(name, removed).get_submodule(layer)) < width_out(c.model.get_submodule(layer)), layer
+
+
+@pytest.mark.parametrize(("kept", "width"), [(3, 4), (4, 4), (5, 8), (7, 8), (13, 16)])
+def test_inputs_of_layers_are_rounded_up_to_the_next_multiple(kept: int, width: int) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)), torch.randn(5, 4)
+    mask = sosp.Mask.from_removed(model, {"0": list(range(16 - kept))}, x)
+    assert sosp.shrink(model, mask, x, round_to=4)[2].in_features == width
 
 
 class ByHand(nn.Module):
