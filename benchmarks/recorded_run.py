@@ -84,11 +84,10 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 def case_scores() -> Iterator[tuple[str, Any]]:
     """Yield the saliencies of every method on every network of the test cases, or the error it raises."""
-    try:
-        from networks.cases import cases
-    except ImportError:
-        from cases import cases
-    for case in cases():
+    from networks import case as build_case
+    from networks import to_score
+
+    for case in map(build_case, to_score()):
         for method in sosp.METHODS:
             try:
                 found = sosp.score(case.model, (case.inputs, case.targets), method=method)
