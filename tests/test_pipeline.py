@@ -135,10 +135,10 @@ def test_a_generator_is_read_once_and_no_further_than_needed(model: Net) -> None
             taken.append(len(batch[0]))
             yield batch
 
-    found = sosp.prune(model, data(), ratio=0.3, examples=20)
+    found = sosp.prune(model, data(), ratio=0.3, examples=20, preset="paper")
     assert found.saliency.examples == 20
     assert sum(taken) == 24
-    first = sosp.prune(model, [(x[:20], y[:20]) for x, y in [pictures()]], ratio=0.3, examples=None)
+    first = sosp.prune(model, [(x[:20], y[:20]) for x, y in [pictures()]], ratio=0.3, examples=None, preset="paper")
     assert removed(found.mask) == removed(first.mask)
 
 
@@ -177,6 +177,13 @@ def test_one_example_is_enough(model: Net) -> None:
     assert parameters(found.model) < parameters(model)
 
 
+def test_inputs_alone_are_enough(model: Net) -> None:
+    x, y = pictures()
+    found, labelled = sosp.prune(model, x, macs=0.6), sosp.prune(model, (x, y), macs=0.6)
+    assert removed(found.mask) == removed(labelled.mask)
+    assert macs(found.model) <= 0.6 * macs(model)
+
+
 # --- budgets
 
 
@@ -195,19 +202,20 @@ def test_a_budget_of_macs(model: Net, limit: float) -> None:
 
 
 def test_half_of_the_structures_if_nothing_is_said(model: Net) -> None:
-    """6 + 8 + 6 + 8 + 10 + 10 filters."""
-    found = sosp.prune(model, pictures())
-    assert (found.mask.structures, found.mask.chosen) == (48, 24)
-    assert removed(found.mask) == removed(sosp.prune(model, pictures(), ratio=0.5).mask)
+    """6 + 8 + 6 + 8 + 10 + 10 filters; two streams have one mask each."""
+    for preset, structures in (("paper", 48), ("default", 32)):
+        found = sosp.prune(model, pictures(), preset=preset)
+        assert (found.mask.structures, found.mask.chosen) == (structures, structures // 2)
+        assert removed(found.mask) == removed(sosp.prune(model, pictures(), ratio=0.5, preset=preset).mask)
 
 
 def test_the_steps_one_by_one_give_the_same(model: Net) -> None:
     data = pictures()
-    found = sosp.prune(model, data, macs=0.6, method="sosp-i", exclude=["skip"])
-    structures = sosp.find_structures(model, data[0][:8], exclude=["skip"])
-    saliency = sosp.score(model, data, method="sosp-i", structures=structures)
-    mask = sosp.select(saliency, macs=0.6)
-    small = sosp.shrink(model, mask, data[0][:8])
+    found = sosp.prune(model, data, macs=0.6, exclude=["skip"])
+    structures = sosp.find_structures(model, data[0][:8], groups="coupled", exclude=["skip"])
+    saliency = sosp.score(model, data, method="sosp-i", structures=structures, targets="own", examples=256)
+    mask = sosp.select(saliency, macs=0.6, rule="priced")
+    small = sosp.repair(sosp.shrink(model, mask, data[0][:8]), model, data, examples=1000).model
     assert removed(found.mask) == removed(mask)
     assert "skip" not in found.mask.removed
     assert all(torch.equal(small.state_dict()[n], t) for n, t in found.model.state_dict().items())
@@ -250,7 +258,7 @@ def test_a_width_that_shows_only_when_tried_is_in_the_budget() -> None:
 
 def test_the_small_network_is_what_the_mask_says(model: Net) -> None:
     x, _ = pictures()
-    found = sosp.prune(model, pictures(), ratio=0.4)
+    found = sosp.prune(model, pictures(), ratio=0.4, repair=False)
     masked = sosp.masked(model, found.mask)
     with torch.no_grad():
         assert torch.allclose(found.model(x), masked(x), atol=1e-5)
@@ -267,7 +275,7 @@ def test_it_removes_what_is_needed_least(model: Net, method: str) -> None:
             norm = model.get_submodule(f"{name}_bn")
             norm.weight[channels] = 1e-5
             norm.bias[channels] = 1e-5
-    found = sosp.prune(model, pictures(), ratio=8 / 48, method=method)
+    found = sosp.prune(model, pictures(), ratio=8 / 48, method=method, preset="paper")
     assert removed(found.mask) == weak
     assert loss_of(found.model) == pytest.approx(loss_of(model), abs=1e-3)
 
@@ -286,7 +294,7 @@ def test_it_can_be_fine_tuned(model: Net) -> None:
 
 def test_coupled_streams_need_no_scatter(model: Net) -> None:
     coupled = sosp.prune(model, pictures(), macs=0.5, groups="coupled")
-    free = sosp.prune(model, pictures(), macs=0.5)
+    free = sosp.prune(model, pictures(), macs=0.5, groups="independent")
     assert not any(isinstance(m, Scatter) for m in coupled.model.modules())
     assert any(isinstance(m, Scatter) for m in free.model.modules())
     assert macs(coupled.model) <= 0.5 * macs(model)
@@ -295,7 +303,7 @@ def test_coupled_streams_need_no_scatter(model: Net) -> None:
 
 
 def test_how_it_prints(model: Net) -> None:
-    found = sosp.prune(model, pictures(), ratio=0.25)
+    found = sosp.prune(model, pictures(), ratio=0.25, preset="paper")
     before, after = parameters(model), parameters(found.model)
     lines = str(found).splitlines()
     assert lines[0] == "sosp-h: 12 of 48 structures removed"
@@ -334,18 +342,24 @@ def test_the_model_is_left_as_it_was(model: Net, groups: str) -> None:
 def test_regression(model: Net) -> None:
     x, y = pictures()
     found = sosp.prune(model, (x, F.one_hot(y, CLASSES).float()), ratio=0.3, loss="mse")
-    assert found.mask.chosen == 14
+    assert found.mask.chosen == round(0.3 * 32)
 
 
 # --- what select can be told
 
 
 def test_a_cap_bounds_every_layer(model: Net) -> None:
-    found = sosp.prune(model, pictures(), ratio=0.45, cap=0.5)
+    found = sosp.prune(model, pictures(), ratio=0.45, cap=0.5, preset="paper")
     assert found.mask == sosp.select(found.saliency, ratio=0.45, cap=0.5)
     widths = {layer.name: layer.channels for layer in found.mask.layers}
     assert max(len(gone) / widths[name] for name, gone in found.mask.removed.items()) == 0.5
-    assert max(len(g) / widths[n] for n, g in sosp.prune(model, pictures(), ratio=0.45).mask.removed.items()) > 0.5
+    assert (
+        max(
+            len(g) / widths[n]
+            for n, g in sosp.prune(model, pictures(), ratio=0.45, preset="paper").mask.removed.items()
+        )
+        > 0.5
+    )
 
 
 def test_every_layer_by_itself(model: Net) -> None:
@@ -355,7 +369,7 @@ def test_every_layer_by_itself(model: Net) -> None:
 
 
 def test_a_cap_bounds_every_round(model: Net) -> None:
-    found = sosp.prune(model, pictures(), ratio=0.4, cap=0.5, repair=True, rounds=2)
+    found = sosp.prune(model, pictures(), ratio=0.4, cap=0.5, groups="independent", rounds=2)
     widths = {layer.name: layer.channels for layer in found.mask.layers}
     assert found.mask.chosen == 19
     assert all(len(gone) <= widths[name] * 3 / 4 for name, gone in found.mask.removed.items())
@@ -389,7 +403,7 @@ def test_inference_mode(model: Net) -> None:
         made = Net().eval()
     with pytest.raises(ArgumentError, match=r"'stem\.weight' was made under torch\.inference_mode.*deepcopy"):
         sosp.prune(made, pictures())
-    assert sosp.prune(copy.deepcopy(made), pictures(), ratio=0.3).mask.chosen == 14
+    assert sosp.prune(copy.deepcopy(made), pictures(), ratio=0.3).mask.chosen == round(0.3 * 32)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +413,8 @@ def test_inference_mode(model: Net) -> None:
         ({"ratio": 1.5}, ArgumentError, "ratio=1.5"),
         ({"params": 0}, ArgumentError, "params=0"),
         ({"macs": "half"}, ArgumentError, "macs='half'"),
-        ({"ratio": 1.0}, DisconnectedError, "disconnects the network"),
+        ({"ratio": 1.0}, ArgumentError, "one of every layer must stay"),
+        ({"ratio": 1.0, "preset": "paper"}, DisconnectedError, "disconnects the network"),
         ({"cap": 1.5}, ArgumentError, "cap=1.5"),
         ({"cap": "most", "repair": True, "rounds": 2}, ArgumentError, "cap='most'"),
         ({"scope": "layers"}, ArgumentError, "scope='layers'"),
@@ -409,7 +424,9 @@ def test_inference_mode(model: Net) -> None:
         ({"exclude": ["stm"]}, StructureError, "Did you mean 'stem'?"),
         ({"exclude": ["*"]}, StructureError, "no prunable structure"),
         ({"examples": 0}, ArgumentError, "examples=0"),
-        ({"params": 0.01}, DisconnectedError, "disconnects the network"),
+        ({"params": 0.01}, ArgumentError, "params=0.01 cannot be met"),
+        ({"params": 0.01, "preset": "paper"}, DisconnectedError, "disconnects the network"),
+        ({"preset": "papers"}, ArgumentError, "preset='papers'"),
         ({"params": 3}, ArgumentError, "params=3 cannot be met"),  # the biases of the output are left
     ],
 )
@@ -425,7 +442,6 @@ def test_bad_arguments(model: Net, options: dict[str, Any], kind: type[Exception
         ([], DataError, "empty"),
         (iter([]), DataError, "empty"),
         (None, DataError, "NoneType"),
-        (pictures()[0], DataError, "Tensor"),
         ((pictures()[0], pictures()[1][:3]), DataError, "64 examples"),
         ((pictures()[0] * float("nan"), pictures()[1]), LossError, "nan"),
     ],

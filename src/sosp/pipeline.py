@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sosp.core.batches import open_data_once
+from sosp.core.batches import Chunk, has_examples, open_data_once
 from sosp.core.borrowed_model import check_network, find_device
 from sosp.core.losses import LossLike
-from sosp.errors import ArgumentError, check_whole_number
+from sosp.errors import ArgumentError, StructureError, check_choice, check_whole_number
 from sosp.graph.flow import follow_channels
 from sosp.graph.layout import LayoutStyle
 from sosp.graph.mask import Mask
 from sosp.graph.plan import Cost, Plan, compute_whole_cost, plan_removal
-from sosp.graph.records import Saliency
+from sosp.graph.records import Saliency, Structures
 from sosp.graph.structures import Exclude, find_excluded_names, find_structures
 from sosp.refit import RemovalHistory, Repaired
 from sosp.refit import repair as repair_network
+from sosp.scoring.methods import METHODS
 from sosp.scoring.score import score
 from sosp.selection.select import SelectionOptions, select_and_plan
 from sosp.surgery.checkpoint import save
@@ -30,6 +31,13 @@ from sosp.surgery.shrink import shrink
 
 if TYPE_CHECKING:  # who prunes need not train
     from sosp.training import Companion, Epoch, Moment, Schedule, Speed
+
+
+PRESETS = ("default", "paper")
+OWN_EXAMPLES, LABELLED_EXAMPLES = 256, 1000  # scores on own outputs repeat with a quarter of the examples
+REPAIR_EXAMPLES = 1000
+MOST_PAIRED = 8192  # structures: their pairs have 256 MiB in single precision
+MOST_OUTPUTS = 16  # above, as many cotangents are sampled per example
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,46 +77,111 @@ def prune(
     macs: float | None = None,
     cap: float | None = None,
     scope: str | None = None,
-    method: str = "sosp-h",
+    method: str | None = None,
     loss: LossLike = "cross_entropy",
-    groups: str = "independent",
+    groups: str | None = None,
     exclude: Exclude = (),
-    examples: int | None = 1000,
-    repair: bool = False,
+    examples: int | str | None = "auto",
+    repair: bool | None = None,
     rounds: int = 1,
+    preset: str = "default",
 ) -> Pruned:
-    """Score, select and shrink: the network without what it needs least, ready to be fine-tuned.
+    """Return a smaller network that computes nearly what the original computes.
 
-    ``data`` as ``sosp.score`` takes it. How much goes: ``ratio`` of the structures (half, if nothing is said), or until
-    at most ``params`` of the parameters or ``macs`` of the multiply-accumulates are left (a share, or a number).
-    ``cap`` bounds the share removed from any layer, so that none is emptied; ``scope="layer"`` removes the same share
-    from every layer. ``groups="coupled"`` removes channels of whole streams: fewer choices, faster to run. For
-    everything else take the steps one by one: ``find_structures``, ``score``, ``select``, ``shrink``. The model itself
-    is left as it was.
+    Score all structures, remove the least important ones, and refit the remaining weights to the outputs of the
+    original. No labels are needed. The model is not changed.
 
-    ``repair=True`` refits what is left to what the whole network computes, see ``sosp.repair``: most of the accuracy
-    back without labels and without training; outputs are fitted as ``loss`` takes them, with a loss of your own as
-    numbers. With ``rounds`` it is cut and repaired bit by bit, and scored anew each time: the more is removed, the more
-    that helps; ``cap`` is then a share of what each round finds.
+    Args:
+        model: The trained network.
+        data: Inputs, or (inputs, labels), as ``sosp.score`` takes them: a tensor, a pair of tensors, a loader, batches.
+        ratio: Share of the structures to remove; half by default. Give one of ``ratio``, ``params`` and ``macs``.
+        params: Largest number of parameters to keep: a share up to 1, or a whole number.
+        macs: Largest number of multiply-accumulates to keep, likewise.
+        cap: Largest share of structures to remove from one layer.
+        scope: ``"layer"`` removes the same share from every layer; ``"global"`` ranks all structures together.
+        method: A name in ``sosp.METHODS``. By default SOSP-I on the network's own outputs, or SOSP-H where the network
+            has too many structures for their pairs or the loss is a function of your own.
+        loss: What the outputs are: ``"cross_entropy"`` for logits, ``"mse"`` for numbers, or a function of (outputs,
+            targets) that returns one loss per example.
+        groups: ``"coupled"`` removes channels of whole streams, which makes the network faster. ``"independent"``
+            chooses for every layer by itself. By default coupled, or independent where no channel can go as a whole.
+        exclude: Layers to keep: names, patterns or modules.
+        examples: Number of examples to score with; None for all. ``"auto"``: 256 of the network's own outputs, 1000 of
+            labels.
+        repair: Refit the remaining weights to the outputs of the original, see ``sosp.repair``.
+        rounds: Number of rounds of scoring, removing and repair.
+        preset: ``"paper"`` for the settings of the paper: SOSP-H with labels, gates at the weights, independent
+            groups, the order of the saliencies, no repair.
+
+    Returns:
+        The pruned network, with the mask, the saliency and the cost before and after.
+
+    Raises:
+        ArgumentError: An argument has an invalid value, or the budget cannot be met.
+        StructureError: The network has nothing that can be removed.
+        DataError: The data is empty or cannot be read as examples.
     """
     check_network(model)
     _refuse_inference(model)
     check_whole_number("rounds", rounds)
-    example, data = open_data_once(data, find_device(model), keep=repair)
+    check_choice("preset", preset, PRESETS)
+    paper = preset == "paper"
+    head, data = open_data_once(data, find_device(model), keep=repair or (repair is None and not paper))
+    if repair is None:  # a layer is fitted to some inputs and tested on others
+        repair = not paper and has_examples(data, 2)
     keep = find_excluded_names(model, exclude, parameters=False)
+    groups = groups or ("independent" if paper else None)
 
     def scored(network: nn.Module) -> Saliency:
         left = keep & dict(network.named_modules()).keys()
-        structures = find_structures(network, example, groups=groups, exclude=sorted(left))
-        return score(network, data, method=method, loss=loss, structures=structures, examples=examples)
+        structures = _find_prunable(network, head.inputs, groups, sorted(left), "weights" if paper else "features")
+        scoring = _choose_scoring(structures, method, loss, paper or _needs_labels(method, loss), head, examples)
+        return score(network, data, loss=loss, structures=structures, **scoring)
 
-    choice = {"ratio": ratio, "params": params, "macs": macs, "cap": cap, "scope": scope}
+    rule = "saliency" if paper or scope == "layer" else None
+    choice = {"ratio": ratio, "params": params, "macs": macs, "cap": cap, "scope": scope, "rule": rule}
     if repair:
         outputs = loss if isinstance(loss, str) else "mse"  # nothing is known of what a loss of their own makes of them
-        return prune_and_repair(model, data, example, choice, scored, rounds, outputs=outputs)
+        return prune_and_repair(model, data, head.inputs, choice, scored, rounds, outputs=outputs)
     if rounds > 1:
         raise ArgumentError(f"rounds={rounds} needs repair=True: the network is repaired between the rounds.")
-    return select_and_shrink(model, scored(model), example, choice)
+    return select_and_shrink(model, scored(model), head.inputs, choice)
+
+
+def _find_prunable(network: nn.Module, example: Any, groups: str | None, exclude: Exclude, gate: str) -> Structures:
+    """Return the structures; without ``groups`` coupled ones, or independent ones where none can go as a whole."""
+    try:
+        return find_structures(network, example, groups=groups or "coupled", exclude=exclude, gate=gate)
+    except StructureError:
+        if groups is not None:
+            raise
+        return find_structures(network, example, exclude=exclude, gate=gate)
+
+
+def _needs_labels(method: str | None, loss: LossLike) -> bool:
+    """Return whether labels must be read: for a loss of the user's own, or a method that needs a slope."""
+    return callable(loss) or (method in METHODS and not METHODS[method].own)
+
+
+def _choose_scoring(
+    structures: Structures, method: str | None, loss: LossLike, labels: bool, head: Chunk, examples: int | str | None
+) -> dict[str, Any]:
+    """Return the options of ``score``: the method that the network's size allows, its targets and examples."""
+    if method is not None:
+        check_choice("method", method, METHODS)
+    affordable = structures.outputs > 0 and len(structures) <= MOST_PAIRED
+    method = method or ("sosp-i" if affordable and not labels else "sosp-h")
+    labels = labels or (method == "sosp-h" and (head.targets is not None or head.keyed))
+    if isinstance(examples, str):
+        check_choice("examples", examples, ("auto",))
+        examples = LABELLED_EXAMPLES if labels else OWN_EXAMPLES
+    sampled = not labels and METHODS[method].samples and structures.outputs > MOST_OUTPUTS
+    return {
+        "method": method,
+        "targets": "labels" if labels else "own",
+        "examples": examples,
+        "classes": MOST_OUTPUTS if sampled else None,
+    }
 
 
 def _refuse_inference(model: nn.Module) -> None:
@@ -141,10 +214,10 @@ def prune_and_repair(
         found = select_and_shrink(network, saliency, example, _budget_of_round(choice, k / rounds, first, saliency))
         assert found.plan is not None
         history.record(found.plan)
-        network = repair_network(found.model, model, data, loss=outputs).model
+        network = repair_network(found.model, model, data, examples=REPAIR_EXAMPLES, loss=outputs).model
         saliency = scored(network)
     found = select_and_shrink(network, saliency, example, _budget_of_round(choice, 1.0, first, saliency))
-    fixed = repair_network(found.model, model, data, loss=outputs)
+    fixed = repair_network(found.model, model, data, examples=REPAIR_EXAMPLES, loss=outputs)
     if network is model:
         return replace(found, model=fixed.model, repaired=fixed)
     assert found.plan is not None
@@ -169,10 +242,12 @@ def _budget_of_round(choice: Mapping[str, Any], share: float, first: Saliency, n
 
 def select_and_shrink(model: nn.Module, saliency: Saliency, example: Any, choice: Mapping[str, Any]) -> Pruned:
     """Select by ``choice``, the arguments of ``select``, and shrink. A budget is met by the network that is built."""
-    options = SelectionOptions(**choice)
+    structures = saliency.structures
+    priced = structures.flow is not None and structures.kind != "weights" and saliency.scope == "global"
+    options = SelectionOptions(**{**choice, "rule": choice.get("rule") or ("priced" if priced else "saliency")})
     mask, plan = select_and_plan(saliency, options)
     if plan is None:
-        flow = saliency.structures.flow or follow_channels(model, example)
+        flow = structures.flow or follow_channels(model, example)
         plan = plan_removal(flow, mask, LayoutStyle(options.join, options.round_to))
     small = shrink(model, plan, example)
     return Pruned(small, mask, saliency, compute_whole_cost(plan.flow), plan.cost, plan)

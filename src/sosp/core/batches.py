@@ -182,8 +182,8 @@ class CachedLoader:
         return bool(found)
 
 
-def open_data_once(data: Any, device: torch.device, *, keep: bool, rows: int = 8) -> tuple[Any, Any]:
-    """Return some inputs of the first batch as an example, and the data with that batch still in it.
+def open_data_once(data: Any, device: torch.device, *, keep: bool, rows: int = 8) -> tuple[Chunk, Any]:
+    """Return some examples of the first batch, and the data with that batch still in it.
 
     A loader is not opened again by who reads the data then: once, or with ``keep`` any number of times.
     """
@@ -194,7 +194,12 @@ def open_data_once(data: Any, device: torch.device, *, keep: bool, rows: int = 8
         first = next(iter(iterate_chunks(opened, rows, None, alone=True, device=device)), None)
     if first is None:
         raise DataError("the data is empty: it contains no examples. Is the loader's dataset empty?")
-    return first.inputs, opened.once() if isinstance(opened, CachedLoader) and not keep else opened
+    return first, opened.once() if isinstance(opened, CachedLoader) and not keep else opened
+
+
+def has_examples(data: Any, least: int) -> bool:
+    """Return whether data that can be read more than once has as many examples."""
+    return sum(chunk.size for chunk in iterate_chunks(data, least, None, alone=True)) >= least
 
 
 def is_source(data: Any) -> bool:

@@ -83,9 +83,19 @@ def _finite(values: Tensor, chunk: Chunk) -> Tensor:
     return values
 
 
+def check_finite(logits: Tensor, chunk: Chunk) -> None:
+    """Raise LossError if an output is infinite or NaN."""
+    _finite(logits.detach().flatten(1).sum(1) if logits.dim() > 1 else logits.detach(), chunk)
+
+
 def find_class_axis(logits: Tensor) -> int:
     """Where the classes stand when no label tells: second, as in images, or last, as in rows of tokens."""
     return 1 if logits.dim() in (2, 4, 5) else logits.dim() - 1
+
+
+def are_numbers(loss: LossLike, outputs: Tensor) -> bool:
+    """Return whether outputs are numbers by themselves, and not the logits of classes."""
+    return loss == "mse" or outputs.dim() < 2 or outputs.shape[find_class_axis(outputs)] == 1
 
 
 def find_logits(outputs: Any) -> Tensor:

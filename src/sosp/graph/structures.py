@@ -80,7 +80,7 @@ def find_structures(
         ids = _coupled_ids(layers, flow)
     else:
         ids = _group_ids(layers, [] if isinstance(groups, str) else groups)
-    return Structures("filters", gate, tuple(layers.values()), ids, seen.wiring, seen.footprint, flow)
+    return Structures("filters", gate, tuple(layers.values()), ids, seen.wiring, seen.footprint, flow, seen.outputs)
 
 
 def _flow(model: nn.Module, example: Any, tried_out: bool) -> Flow | None:
@@ -290,7 +290,7 @@ def _blocks(layers: dict[str, Layer], seen: LayerTrace, gate: str, flow: Flow | 
     kept = {n: layer for n, layer in layers.items() if n in block}
     numbers = {old: new for new, old in enumerate(dict.fromkeys(block[n] for n in kept))}
     ids = tuple(torch.full((layer.channels,), numbers[block[n]]) for n, layer in kept.items())
-    return Structures("blocks", gate, tuple(kept.values()), ids, seen.wiring, seen.footprint, flow)
+    return Structures("blocks", gate, tuple(kept.values()), ids, seen.wiring, seen.footprint, flow, seen.outputs)
 
 
 def _weights(model: nn.Module, seen: LayerTrace, excluded: set[str]) -> Structures:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from sosp.core.batches import call_model, copy_inputs, find_batch_size, take_examples
 from sosp.core.borrowed_model import borrow_model
 from sosp.core.layers import is_norm
-from sosp.errors import DataError, DifferentiationError, StructureError
+from sosp.core.losses import find_logits
+from sosp.errors import DataError, DifferentiationError, OutputError, StructureError
 from sosp.graph.records import INPUT, OUTPUT
 
 ROWS = 8  # of the example are run
@@ -42,6 +43,7 @@ class LayerTrace:
     branches: tuple[tuple[str, ...], ...]  # for every parallel branch, the layers it ends in
     examples: int  # in the forward pass
     footprint: int  # bytes of activations per example
+    outputs: int = 0  # numbers per example in the network's output; 0 where no logits are found in it
 
 
 class Recorder:
@@ -124,7 +126,8 @@ def _trace(model: nn.Module, example: Any, is_layer: Callable[[nn.Module], bool]
         finally:
             for h in handles:
                 h.remove()
-    return _read(recorder, _output_nodes(outputs), _main_nodes(outputs), sources, _examples(example))
+    found = _read(recorder, _output_nodes(outputs), _main_nodes(outputs), sources, _examples(example))
+    return replace(found, outputs=_count_outputs(outputs, _examples(example)))
 
 
 def _track_inputs(example: Any) -> tuple[Any, set[int]]:
@@ -189,6 +192,14 @@ def _main_nodes(outputs: Any) -> list[Any]:
         if isinstance(found, Tensor) and found.grad_fn is not None:
             return [found.grad_fn]
     return []
+
+
+def _count_outputs(outputs: Any, examples: int) -> int:
+    """Return the numbers per example in the logits; 0 where none are found."""
+    try:
+        return find_logits(outputs).numel() // examples
+    except OutputError:
+        return 0
 
 
 def _read(recorder: Recorder, ends: list[Any], main: list[Any], sources: set[int], examples: int) -> LayerTrace:

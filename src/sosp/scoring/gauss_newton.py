@@ -16,7 +16,7 @@ from torch import Tensor
 from sosp.core import distributed
 from sosp.core.batches import Chunk
 from sosp.core.layers import apply_gates
-from sosp.core.losses import compute_example_losses, find_logits
+from sosp.core.losses import check_finite, compute_example_losses, find_logits
 from sosp.scoring.jets import get_primal
 from sosp.scoring.output_curvature import factor_curvature
 from sosp.scoring.passes import (
@@ -138,15 +138,19 @@ def _make_row_pass(
         with ExitStack() as stack:
             stack.enter_context(way(problem, gates))  # open until the last backward pass: it may run forward again
             outputs = alone.run(problem.model)
-            loss = get_primal(compute_example_losses(problem.loss, outputs, alone))
-            (first,) = compute_derivatives(loss.sum(), [gates.values], retain_graph=True)
+            if problem.temperature is None:
+                loss = get_primal(compute_example_losses(problem.loss, outputs, alone))
+                (first,) = compute_derivatives(loss.sum(), [gates.values], retain_graph=True)
+            else:  # a network that is its own target has no slope
+                check_finite(get_primal(find_logits(outputs)), alone)
+                first = torch.zeros_like(gates.values)
             rows = backward(problem, outputs, alone, gates, stack.pop_all())
         return convert_to_double(first.sum(0) if apart else first * share), (r * share for r in rows)
 
     def backward(problem: Problem, outputs: Any, chunk: Chunk, gates: Gates, stack: ExitStack) -> Iterator[Tensor]:
         with stack:
             logits = get_primal(find_logits(outputs))
-            for v in factor_curvature(problem.loss, outputs, chunk, classes, generator):
+            for v in factor_curvature(problem.loss, outputs, chunk, classes, generator, problem.temperature):
                 (rows,) = compute_derivatives(
                     logits, [gates.values], grad_outputs=v.to(logits.dtype), retain_graph=True
                 )

@@ -36,6 +36,7 @@ class Method:
     data: bool = True  # False: it reads only the weights
     samples: bool = False  # it can sample labels: accepts classes=
     labels: bool = True  # False: it does not read labels, so the data may have none
+    own: bool = False  # it can take the network's own outputs as targets, which have no slope: accepts targets="own"
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,15 @@ def refuse_scoring(problem: Problem, options: Options) -> Tensor:
 
 
 METHODS: dict[str, Method] = {
-    "sosp-h": Method(sosp.sosp_h, "first order, and the exact Hessian times the sum of all structures", SOSP, ALL),
-    "sosp-i": Method(sosp.sosp_i, "first order, and Gauss-Newton terms of all pairs of structures", SOSP, samples=True),
-    "sosp-i-diagonal": Method(sosp.sosp_i_diagonal, "sosp-i without correlations", SOSP, samples=True),
+    "sosp-h": Method(
+        sosp.sosp_h, "first order, and the exact Hessian times the sum of all structures", SOSP, ALL, own=True
+    ),
+    "sosp-i": Method(
+        sosp.sosp_i, "first order, and Gauss-Newton terms of all pairs of structures", SOSP, samples=True, own=True
+    ),
+    "sosp-i-diagonal": Method(sosp.sosp_i_diagonal, "sosp-i without correlations", SOSP, samples=True, own=True),
     "first-order": Method(sosp.first_order, "gradient of the loss in each structure", SOSP, ALL),
-    "exact": Method(sosp.exact, "first order, and all pairs with the exact Hessian", SOSP),
+    "exact": Method(sosp.exact, "first order, and all pairs with the exact Hessian", SOSP, own=True),
     "random": Method(sosp.random, "one uniform random number per structure", SOSP, ALL),
     "magnitude-l1": Method(magnitude.l1, "sum of a filter's absolute weights", LI, ALL, scope="layer", data=False),
     "magnitude-l2": Method(magnitude.l2, "Euclidean norm of a filter", LI, ALL, scope="layer", data=False),
@@ -157,6 +162,7 @@ METHODS: dict[str, Method] = {
         "with the pairs of SOSP-I",
         samples=True,
         labels=False,
+        own=True,
     ),
     "fpgm": Method(
         fpgm.fpgm,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,19 +13,39 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from sosp.core.batches import Chunk
-from sosp.core.losses import IGNORE_INDEX, LossLike, check_loss_values, find_logits, find_own_loss, move_class_axis
+from sosp.core.losses import (
+    IGNORE_INDEX,
+    LossLike,
+    are_numbers,
+    check_loss_values,
+    find_logits,
+    find_own_loss,
+    move_class_axis,
+)
 from sosp.errors import ArgumentError, LossError, is_whole
 
 LARGEST_R = 2048  # outputs for which a dense output Hessian (outputs x outputs per example) is formed
 
 
 def factor_curvature(
-    loss: LossLike, outputs: Any, chunk: Chunk, classes: int | None, generator: torch.Generator | None
+    loss: LossLike,
+    outputs: Any,
+    chunk: Chunk,
+    classes: int | None,
+    generator: torch.Generator | None,
+    temperature: float | None = None,
 ) -> Iterator[Tensor]:
-    """Cotangents of the logits, each one backward pass, whose outer products sum to R_n for every example n."""
+    """Cotangents of the logits, each one backward pass, whose outer products sum to R_n for every example n.
+
+    With a ``temperature`` T the targets are the network's own outputs: ``R = (diag p - p p^T) / T^2`` at
+    ``p = softmax(f / T)``.
+    """
     if classes is not None:
         _check_classes(loss, classes)
     logits = find_logits(outputs).detach()
+    if temperature is not None:
+        yield from _factor_own_outputs(loss, logits, chunk, classes, generator, temperature)
+        return
     own = find_own_loss(loss, outputs, chunk)
     if callable(loss):
         yield from _dense_factors(loss, outputs, chunk)
@@ -35,6 +55,31 @@ def factor_curvature(
         labels = chunk.targets if own is None else _own_labels(own.detach(), logits, chunk.targets)
         softmax = _probabilities(logits, labels, together=own is not None)
         yield from _softmax_factors(*softmax) if classes is None else _sampled_labels(*softmax, classes, generator)
+
+
+def _factor_own_outputs(
+    loss: LossLike,
+    logits: Tensor,
+    chunk: Chunk,
+    classes: int | None,
+    generator: torch.Generator | None,
+    temperature: float,
+) -> Iterator[Tensor]:
+    """The cotangents where the network is its own target."""
+    if are_numbers(loss, logits):
+        yield from _identity_factors(logits, classes, generator)
+        return
+    softmax = _probabilities(logits / temperature, _find_padding(chunk, logits), together=False)
+    found = _softmax_factors(*softmax) if classes is None else _sampled_labels(*softmax, classes, generator)
+    yield from (v / temperature for v in found)
+
+
+def _find_padding(chunk: Chunk, logits: Tensor) -> Tensor | None:
+    """Return labels that ignore the positions which the attention mask of a dict batch leaves out; None without one."""
+    mask = chunk.inputs.get("attention_mask") if isinstance(chunk.inputs, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.shape != logits.shape[:-1]:
+        return None
+    return torch.where(mask.bool(), 0, IGNORE_INDEX)
 
 
 def _own_labels(own: Tensor, logits: Tensor, labels: Any) -> Tensor:

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from sosp.core import distributed
 from sosp.core.batches import Chunk, check_device, resize_chunks
 from sosp.core.borrowed_model import find_device
 from sosp.core.layers import align_values, apply_gates
-from sosp.core.losses import LossLike, compute_example_losses
+from sosp.core.losses import LossLike, are_numbers, compute_example_losses, find_class_axis, find_logits
 from sosp.core.progress import track_progress
 from sosp.errors import DataError, DifferentiationError, SospError
 from sosp.graph.records import Structures
@@ -45,6 +45,7 @@ class Problem:
     loss: LossLike
     chunks: Iterable[Chunk]
     examples: int | None = None  # how many are expected, for the progress bar
+    temperature: float | None = None  # targets are the network's own outputs divided by this; None: the data's targets
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,16 @@ def compute_gated_losses(problem: Problem, chunk: Chunk) -> Any:
 
 def compute_losses(problem: Problem, chunk: Chunk) -> Any:
     """The same of the network as it is, which need not depend on anything."""
-    return compute_example_losses(problem.loss, chunk.run(problem.model), chunk)
+    outputs = chunk.run(problem.model)
+    if problem.temperature is None:
+        return compute_example_losses(problem.loss, outputs, chunk)
+    logits = find_logits(outputs)
+    own = jets.get_primal(logits).detach()  # with all gates open the network's own outputs, in every gated pass
+    if are_numbers(problem.loss, own):
+        return compute_example_losses("mse", logits, replace(chunk, targets=own, keyed=False))
+    axis, T = find_class_axis(own), problem.temperature
+    soft = replace(chunk, targets=(own / T).softmax(axis).movedim(axis, 1), keyed=False)
+    return compute_example_losses("cross_entropy", (logits / T).movedim(axis, 1), soft)
 
 
 def check_requires_grad(output: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from sosp.core.batches import Chunk, distribute_examples, iterate_chunks
 from sosp.core.borrowed_model import borrow_model, find_device
 from sosp.core.layers import find_width
 from sosp.core.losses import IGNORE_INDEX, LossLike, check_loss, find_class_axis, find_logits
-from sosp.errors import ArgumentError, DataError, LossError, StructureError, check_choice
+from sosp.errors import ArgumentError, DataError, LossError, StructureError, check_choice, is_number
 from sosp.graph.records import OBJECTIVES, Saliency, Structures
 from sosp.graph.structures import find_structures
 from sosp.scoring.methods import METHODS, NEEDS, Method
@@ -23,6 +24,7 @@ from sosp.scoring.passes import Options, Problem, Terms, Values
 
 ZERO_TOLERANCE = 1e-200  # sosp-obs damps a matrix of zeros with at least 1e-300
 FEW = 3  # layers named in a message
+TARGETS = ("labels", "own")
 
 
 def score(
@@ -36,6 +38,8 @@ def score(
     generator: torch.Generator | None = None,
     objective: str | None = None,
     classes: int | None = None,
+    targets: str = "labels",
+    temperature: float = 4.0,
 ) -> Saliency:
     """Return the estimated loss change when each structure is removed.
 
@@ -58,6 +62,11 @@ def score(
             "signed" for "ccp" and "individual" for all others.
         classes: For SOSP-I with many outputs: sample this many labels per example (unbiased) instead of using every
             output.
+        targets: ``"labels"`` of the data, or ``"own"``: the network's own outputs, for SOSP-I, SOSP-H, "exact" and
+            "sosp-obs". Then the data needs no labels, and a saliency is the change of the outputs: their divergence at
+            a temperature, or half of their squared change with ``loss="mse"`` and for single outputs. A network that
+            has memorised its training labels is scored more reliably by its own outputs.
+        temperature: What the logits are divided by for ``targets="own"``.
 
     Returns:
         The saliency, in the precision of the model or in single precision if the model has less.
@@ -74,6 +83,7 @@ def score(
         check_choice("objective", objective, OBJECTIVES)
     check_loss(loss)
     chosen = METHODS[method]
+    own = _check_targets(targets, temperature, method, loss)
     if classes is not None and not chosen.samples:
         those = ", ".join(repr(name) for name, m in METHODS.items() if m.samples)
         raise ArgumentError(f"classes= is only for {those}; method={method!r} does not sample labels. Leave it out.")
@@ -81,10 +91,11 @@ def score(
         if structures is not None:
             check_structures(model, structures, method)
         reads = chosen.data or structures is None
-        chunks = _chunks(data, examples, generator, chosen, find_device(model)) if reads else iter(())
+        alone = own or not chosen.labels
+        chunks = _chunks(data, examples, generator, alone, find_device(model)) if reads else iter(())
         labels = LabelCheck(loss)
         chunks = labels.record_targets(chunks)
-        if not chosen.labels:
+        if not chosen.labels and not own:
             chunks = (add_pseudo_labels(model, chunk, loss) for chunk in chunks)
         if structures is None:
             head = next(chunks)
@@ -93,11 +104,27 @@ def score(
             structures = find_structures(model, head.rows(0, min(2, head.size)).inputs, groups=groups)
             check_structures(model, structures, method)
         mine = distribute_examples(chunks, distributed.get_rank(), distributed.count_ranks())
-        found = chosen.run(Problem(model, structures, loss, mine, examples), Options(classes, generator))
+        problem = Problem(model, structures, loss, mine, examples, temperature if own else None)
+        found = chosen.run(problem, Options(classes, generator))
     saliency = _saliency(found, structures, method, next(model.parameters()).dtype, objective)
-    if labels.are_ignored:
+    if labels.are_ignored and not own:
         _refuse_zeros(saliency)
     return saliency
+
+
+def _check_targets(targets: str, temperature: float, method: str, loss: LossLike) -> bool:
+    """Return whether the network's own outputs are the targets; raise ArgumentError if the method cannot use them."""
+    check_choice("targets", targets, TARGETS)
+    if targets == "labels":
+        return False
+    if not METHODS[method].own:
+        those = ", ".join(repr(name) for name, m in METHODS.items() if m.own)
+        raise ArgumentError(f"targets='own' has no slope, which method={method!r} needs. These take it: {those}.")
+    if callable(loss):
+        raise ArgumentError("targets='own' compares outputs itself. Leave loss out, or give 'cross_entropy' or 'mse'.")
+    if not is_number(temperature) or not 0 < temperature < math.inf:
+        raise ArgumentError(f"temperature={temperature!r} must be a positive number.")
+    return True
 
 
 def _refuse_zeros(saliency: Saliency) -> None:
@@ -111,10 +138,10 @@ def _refuse_zeros(saliency: Saliency) -> None:
 
 
 def _chunks(
-    data: Any, examples: int | None, generator: torch.Generator | None, method: Method, device: torch.device
+    data: Any, examples: int | None, generator: torch.Generator | None, alone: bool, device: torch.device
 ) -> Iterator[Chunk]:
     """Yield the chunks of the data; raise DataError if there are none."""
-    chunks = iter(iterate_chunks(data, examples, generator, alone=not method.labels, device=device))
+    chunks = iter(iterate_chunks(data, examples, generator, alone=alone, device=device))
     head = next(chunks, None)
     if head is None or head.size == 0:
         raise DataError("the data is empty: it contains no examples to score with. Is the loader's dataset empty?")

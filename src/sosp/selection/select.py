@@ -24,9 +24,11 @@ from sosp.selection.greedy_order import (
     order_removals,
 )
 from sosp.selection.layer_shares import LayerQuotas, build_quotas, refuse_above_cap
+from sosp.selection.priced_order import order_by_price
 from sosp.selection.quadratic_program import choose_subset
 
 SCALES = ("kernel", "macs", "params")
+RULES = ("saliency", "priced")
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class SelectionOptions:
     join: str = "scatter"
     scope: str | None = None
     ratios: Mapping[str, float] | None = None
+    rule: str = "saliency"
 
 
 def select(
@@ -56,6 +59,7 @@ def select(
     join: str = "scatter",
     scope: str | None = None,
     ratios: Mapping[str, float] | None = None,
+    rule: str = "saliency",
 ) -> Mask:
     """Return a mask that removes the least important structures.
 
@@ -79,6 +83,10 @@ def select(
             share that meets the budget) and keeps at least one structure of each. The default is the scope that the
             method's paper uses.
         ratios: The share to remove from each layer, by name or pattern. The other layers lose ``ratio``, or nothing.
+        rule: What decides between structures of all layers. ``"saliency"``: the rise of the objective, or that per
+            ``scale``. ``"priced"``: the rise per cost (MACs, or parameters for ``params``) that a removal saves given
+            what is already removed, and more for layers that connect input and output as they become narrow. At least
+            one structure of every layer stays.
 
     Returns:
         The mask. The arguments are not changed.
@@ -87,7 +95,7 @@ def select(
         ArgumentError: If the budget cannot be met, or the arguments contradict each other.
         DisconnectedError: If the mask would cut the network in two.
     """
-    options = SelectionOptions(ratio, params, macs, cap, scale, round_to, join, scope, ratios)
+    options = SelectionOptions(ratio, params, macs, cap, scale, round_to, join, scope, ratios, rule)
     return select_and_plan(saliency, options)[0]
 
 
@@ -97,6 +105,7 @@ def select_and_plan(saliency: Saliency, options: SelectionOptions) -> tuple[Mask
     budget = parse_budget(options)
     if scale is not None:
         check_choice("scale", scale, SCALES)
+    check_choice("rule", options.rule, RULES)
     scope = _resolve_scope(saliency, options.scope, options.ratios, budget)
     if scope == "layer":
         found = _select_by_layer(saliency, build_quotas(structures, options.ratios, cap), options, budget)
@@ -140,21 +149,37 @@ def _resolve_scope(
 def _select_globally(saliency: Saliency, options: SelectionOptions, budget: SelectionBudget | None) -> Tensor | Plan:
     """Choose structures from one ranking of all layers."""
     structures, ratio, round_to = saliency.structures, options.ratio, options.round_to
-    limits = build_limits(structures, options.cap, saliency.scores.device)
-    weights = _find_sizes(structures, options.scale)
-    if budget is not None:
-        order = order_capped_removals(saliency, limits.total, weights, limits)
-        return _meet_budget(structures, lambda n: _round_widths(structures, order[:n], round_to), len(order), budget)
     ratio = 0.5 if ratio is None else ratio
     check_share("ratio", ratio)
-    count = round(ratio * len(structures))
-    order = order_capped_removals(saliency, min(count, limits.total), weights, limits)
+    count = len(structures) if budget is not None else round(ratio * len(structures))
+    order = _order_globally(saliency, options, count)
+    if budget is not None:
+        return _meet_budget(structures, lambda n: _round_widths(structures, order[:n], round_to), len(order), budget)
     if count > len(order):
+        why = "one of every layer must stay" if options.cap is None else f"cap={options.cap}"
         raise ArgumentError(
-            f"ratio={ratio} asks for {count} of {len(structures)} structures, but cap={options.cap} leaves only "
+            f"ratio={ratio} asks for {count} of {len(structures)} structures, but {why}, which leaves only "
             f"{len(order)} to remove."
         )
     return _round_widths(structures, order, round_to)
+
+
+def _order_globally(saliency: Saliency, options: SelectionOptions, count: int) -> Tensor:
+    """Return up to ``count`` structures in the order of their removal, as the rule ranks those of all layers."""
+    structures = saliency.structures
+    if options.rule == "saliency":
+        limits = build_limits(structures, options.cap, saliency.scores.device)
+        weights = _find_sizes(structures, options.scale)
+        return order_capped_removals(saliency, min(count, limits.total), weights, limits)
+    if options.scale is not None:
+        raise ArgumentError("rule='priced' divides by what a removal really saves. Leave scale out.")
+    if structures.flow is None or structures.kind == "weights":
+        raise ArgumentError(
+            "rule='priced' needs the channel flow of the network, which these structures do not have. Use "
+            "rule='saliency'."
+        )
+    what = "params" if options.params is not None else "macs"
+    return order_by_price(saliency, structures.flow, what, options.cap)[:count]
 
 
 def _select_by_layer(
