@@ -138,11 +138,11 @@ def prune(
         scoring = _choose_scoring(structures, method, loss, paper or _needs_labels(method, loss), head, examples)
         return score(network, data, loss=loss, structures=structures, **scoring)
 
-    rule = "saliency" if paper or scope == "layer" else None
+    rule = "saliency" if paper else "auto"
     choice = {"ratio": ratio, "params": params, "macs": macs, "cap": cap, "scope": scope, "rule": rule}
     if repair:
         outputs = loss if isinstance(loss, str) else "mse"  # nothing is known of what a loss of their own makes of them
-        return prune_and_repair(model, data, head.inputs, choice, scored, rounds, outputs=outputs)
+        return prune_and_repair(model, data, head.inputs, choice, scored, rounds, outputs, REPAIR_EXAMPLES)
     if rounds > 1:
         raise ArgumentError(f"rounds={rounds} needs repair=True: the network is repaired between the rounds.")
     return select_and_shrink(model, scored(model), head.inputs, choice)
@@ -206,6 +206,7 @@ def prune_and_repair(
     scored: Callable[[nn.Module], Saliency],
     rounds: int,
     outputs: str = "cross_entropy",
+    inputs: int = 5000,
 ) -> Pruned:
     """Cut and repair, in rounds: all but the first score and cut what the one before has left."""
     network, first = model, scored(model)
@@ -214,10 +215,10 @@ def prune_and_repair(
         found = select_and_shrink(network, saliency, example, _budget_of_round(choice, k / rounds, first, saliency))
         assert found.plan is not None
         history.record(found.plan)
-        network = repair_network(found.model, model, data, examples=REPAIR_EXAMPLES, loss=outputs).model
+        network = repair_network(found.model, model, data, examples=inputs, loss=outputs).model
         saliency = scored(network)
     found = select_and_shrink(network, saliency, example, _budget_of_round(choice, 1.0, first, saliency))
-    fixed = repair_network(found.model, model, data, examples=REPAIR_EXAMPLES, loss=outputs)
+    fixed = repair_network(found.model, model, data, examples=inputs, loss=outputs)
     if network is model:
         return replace(found, model=fixed.model, repaired=fixed)
     assert found.plan is not None
@@ -243,8 +244,10 @@ def _budget_of_round(choice: Mapping[str, Any], share: float, first: Saliency, n
 def select_and_shrink(model: nn.Module, saliency: Saliency, example: Any, choice: Mapping[str, Any]) -> Pruned:
     """Select by ``choice``, the arguments of ``select``, and shrink. A budget is met by the network that is built."""
     structures = saliency.structures
-    priced = structures.flow is not None and structures.kind != "weights" and saliency.scope == "global"
-    options = SelectionOptions(**{**choice, "rule": choice.get("rule") or ("priced" if priced else "saliency")})
+    options = SelectionOptions(**choice)
+    if options.rule == "auto":  # a method that ranks every layer by itself has no use for a price
+        priced = structures.flow is not None and "layer" not in (options.scope, saliency.scope)
+        options = replace(options, rule="priced" if priced else "saliency")
     mask, plan = select_and_plan(saliency, options)
     if plan is None:
         flow = structures.flow or follow_channels(model, example)

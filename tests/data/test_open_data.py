@@ -152,6 +152,6 @@ def test_what_is_read_in_two_goes_is_what_the_loader_gives_in_one() -> None:
 
 def test_without_keep_the_batches_are_given_once() -> None:
     example, data = open_data_once(Counted(), torch.device("cpu"), keep=False)
-    assert example.shape == (6, 1, 8, 8)
+    assert example.inputs.shape == (6, 1, 8, 8)
     assert sum(c.size for c in iterate_chunks(data, None, None)) == 24
     assert list(data) == []

@@ -105,7 +105,7 @@ def test_attention_by_hand_is_pruned() -> None:
 
     torch.manual_seed(0)
     model, x = Attention().eval(), torch.randn(12, 4, 5)
-    found = sosp.prune(model, (x, torch.arange(12) % 3), ratio=0.5)
+    found = sosp.prune(model, (x, torch.arange(12) % 3), ratio=0.5, preset="paper")
     torch.testing.assert_close(found.model(x), sosp.masked(model, found.mask)(x))
     assert found.cost_after.params < found.cost_before.params
     assert pinned(sosp.trace(model, x)) == {"q"}

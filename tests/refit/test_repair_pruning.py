@@ -78,7 +78,7 @@ def test_prune_and_repair() -> None:
     c = case("residual")
     x = inputs(c.inputs)
     data = (x, c.model(x).argmax(1))
-    plain, repaired = (sosp.prune(c.model, data, ratio=0.4, repair=r) for r in (False, True))
+    plain, repaired = (sosp.prune(c.model, data, ratio=0.4, repair=r, preset="paper") for r in (False, True))
     assert plain.repaired is None
     assert repaired.repaired is not None
     assert plain.mask == repaired.mask
@@ -196,7 +196,7 @@ def test_rounds_go_on_behind_a_layer_that_an_earlier_one_emptied(groups: str, tm
         sosp.score(model, data, structures=sosp.find_structures(model, x, groups=groups)), ratio=1 - 0.5**0.25
     )
     assert len(first.removed["down"]) == 4  # the first of four rounds
-    found = sosp.prune(model, data, ratio=0.5, groups=groups, repair=True, rounds=4)
+    found = sosp.prune(model, data, ratio=0.5, groups=groups, repair=True, rounds=4, preset="paper")
     assert abs(found.mask.ratio - 0.5) < 0.03
     assert found.mask.removed["down"].tolist() == [0, 1, 2, 3]
     # The network is the one that the mask stands for, with other numbers in it.

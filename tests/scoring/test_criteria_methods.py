@@ -265,7 +265,7 @@ def test_a_network_is_cut_and_repaired_without_labels() -> None:
 def test_labels_that_are_missed() -> None:
     c = case("conv-bn")
     with pytest.raises(DataError, match=r"data is a Tensor; give a DataLoader, an iterable of \(inputs, targets\)"):
-        sosp.prune(c.model, c.inputs)
+        sosp.prune(c.model, c.inputs, preset="paper")
     with pytest.raises(DataError, match=r"each batch must be \(inputs, targets\)"):
         sosp.score(c.model, [(c.inputs,)])
     with pytest.raises(DataError, match="cannot be predicted for a loss function of your own"):
@@ -285,7 +285,7 @@ def test_labels_that_are_all_ignored_are_no_loss(method: str) -> None:
     with pytest.raises(LossError, match=said):
         sosp.score(c.model, (c.inputs, ignored), method=method)
     with pytest.raises(LossError, match=said):
-        sosp.prune(c.model, [(c.inputs[:4], ignored[:4]), (c.inputs[4:], ignored[4:])], method=method)
+        sosp.prune(c.model, [(c.inputs[:4], ignored[:4]), (c.inputs[4:], ignored[4:])], method=method, preset="paper")
     ignored[-1] = 0  # one that counts is enough
     assert sosp.score(c.model, (c.inputs, ignored), method=method).scores.any()
 

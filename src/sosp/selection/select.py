@@ -156,9 +156,9 @@ def _select_globally(saliency: Saliency, options: SelectionOptions, budget: Sele
     if budget is not None:
         return _meet_budget(structures, lambda n: _round_widths(structures, order[:n], round_to), len(order), budget)
     if count > len(order):
-        why = "one of every layer must stay" if options.cap is None else f"cap={options.cap}"
+        why = "keeping one of every layer" if options.cap is None else f"cap={options.cap}"
         raise ArgumentError(
-            f"ratio={ratio} asks for {count} of {len(structures)} structures, but {why}, which leaves only "
+            f"ratio={ratio} asks for {count} of {len(structures)} structures, but {why} leaves only "
             f"{len(order)} to remove."
         )
     return _round_widths(structures, order, round_to)
