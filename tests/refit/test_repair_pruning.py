@@ -363,3 +363,24 @@ def test_sosp_compare_repair(trained: Path, tmp_path: Path) -> None:
     assert "accuracy after repair" in found.stdout
     (row,) = csv.DictReader((tmp_path / "run" / "comparison.csv").read_text().splitlines())
     assert 0 < float(row["repaired"]) <= 1
+
+
+class Scaled(nn.Module):
+    """A linear layer of the user's own, without a bias."""
+
+    def __init__(self, width_in: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width_in) / width_in**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+def test_a_layer_type_without_a_bias_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    kind = sosp.extend.LayerType(axis=-1, channels=lambda layer: len(layer.weight))
+    monkeypatch.setitem(sosp.extend.LAYERS, Scaled, kind)
+    model, x = nn.Sequential(Scaled(6, 12), nn.ReLU(), nn.Linear(12, 4)), torch.randn(200, 6)
+    found = sosp.prune(model, x, macs=0.7)
+    assert found.repaired is not None
+    assert off(found.model, model, x) < off(sosp.shrink(model, found.mask, x[:8]), model, x)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sosp.refit.comparison_points import ChannelTracker, TrackedChannels
-from sosp.refit.layer_matrix import get_matrix, set_matrix
+from sosp.refit.layer_matrix import find_bias, get_matrix, set_matrix
 
 
 @torch.no_grad()
@@ -45,8 +45,8 @@ def _scale_filters(layer: Any, norm: Any, tracked: TrackedChannels, by: Tensor) 
     by, channels = torch.where(good, by, 1), tracked.norm_channels[good]
     old = get_matrix(layer)
     set_matrix(layer, (by.reshape(*old.shape[:2], 1) * old).to(old.dtype))
-    if layer.bias is not None:
-        layer.bias.mul_(by)
+    if (bias := find_bias(layer)) is not None:
+        bias.mul_(by)
     by, variance = by[good], norm.running_var[channels].double()
     norm.running_mean[channels] *= by.to(norm.running_mean.dtype)
     norm.running_var[channels] = (by**2 * variance).to(norm.running_var.dtype)

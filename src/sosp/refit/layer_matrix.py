@@ -26,6 +26,11 @@ def count_groups(layer: Any) -> int:
     return int(getattr(layer, "groups", 1))
 
 
+def find_bias(layer: Any) -> Tensor | None:
+    """Return the bias of a layer; None if it has none, as a layer type of the user's own may."""
+    return getattr(layer, "bias", None)
+
+
 def get_matrix(layer: Any) -> Tensor:
     """(G, C/G, K): for each group, a row of weights for each of its outputs."""
     weight, G = layer.weight.detach(), count_groups(layer)

@@ -22,7 +22,7 @@ from sosp.refit.comparison_points import ChannelTracker, ComparisonPoint, track_
 from sosp.refit.equations import NextLayer, RefitTask
 from sosp.refit.hooks import listen_to_outputs
 from sosp.refit.inputs import InputPart
-from sosp.refit.layer_matrix import LayerUse, get_matrix, is_plain, take_values
+from sosp.refit.layer_matrix import LayerUse, find_bias, get_matrix, is_plain, take_values
 from sosp.refit.least_squares import compute_outputs
 
 ROWS = 2**15  # equations at most for a layer, however many inputs there are
@@ -184,7 +184,8 @@ def _find_unfit_layers(pair: NetworkPair) -> dict[str, str]:
             ours = torch.full_like(theirs, torch.nan)
             if used is not None:
                 ours = compute_outputs(used.inputs(output.shape, rows), get_matrix(layer).mT)
-                ours = ours if getattr(layer, "bias", None) is None else ours + layer.bias
+                bias = find_bias(layer)
+                ours = ours if bias is None else ours + bias
             error = (ours - theirs)[:, places >= 0].abs().sum() / theirs[:, places >= 0].abs().sum().clamp_min(1e-30)
             if not error < 1e-2:  # half precision and TF32 stay below
                 wrong[name] = "its output is not its weights times its inputs"

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from sosp.refit.comparison_points import compute_norm_scale
 from sosp.refit.equations import RefitTask
-from sosp.refit.layer_matrix import count_groups, get_matrix, set_matrix
+from sosp.refit.layer_matrix import count_groups, find_bias, get_matrix, set_matrix
 from sosp.refit.least_squares import LayerFit, compute_outputs
 
 
 def has_bias_or_norm(model: nn.Module, task: RefitTask) -> bool:
     """Something behind the layer's weights can take up a constant."""
-    return bool(task.here.tracked.norm) or getattr(model.get_submodule(task.layer), "bias", None) is not None
+    return bool(task.here.tracked.norm) or find_bias(model.get_submodule(task.layer)) is not None
 
 
 @torch.no_grad()
@@ -26,9 +26,10 @@ def write_fit(model: nn.Module, task: RefitTask, fit: LayerFit, X: Tensor) -> No
     factor = torch.where(live, tracked.factor, 1)
     delta = torch.where(live, 1 / factor, 0).reshape(count_groups(layer), -1, 1) * fit.delta
     set_matrix(layer, get_matrix(layer) + delta)
+    bias = find_bias(layer)
     if not tracked.norm:
-        if layer.bias is not None:
-            layer.bias += torch.where(live, fit.shift / factor, 0)
+        if bias is not None:
+            bias += torch.where(live, fit.shift / factor, 0)
         return
     assert tracked.norm_channels is not None
     norm: Any = model.get_submodule(tracked.norm)
@@ -36,7 +37,7 @@ def write_fit(model: nn.Module, task: RefitTask, fit: LayerFit, X: Tensor) -> No
     assert scale is not None
     channels = tracked.norm_channels[live]
     outputs = compute_outputs(X, get_matrix(layer).mT)[:, live].double()
-    outputs = outputs if layer.bias is None else outputs + layer.bias[live]
+    outputs = outputs if bias is None else outputs + bias[live]
     later = (factor / scale[tracked.norm_channels.clamp_min(0)])[live]  # what comes behind the norm
     _renormalise(norm, channels, fit.shift[live] / later, outputs)
 
