@@ -13,7 +13,7 @@ from torch import nn
 
 from sosp.core.batches import Chunk, has_examples, open_data_once
 from sosp.core.borrowed_model import check_network, find_device
-from sosp.core.losses import LossLike
+from sosp.core.loss_names import LossLike, name_loss
 from sosp.errors import ArgumentError, StructureError, check_choice, check_whole_number
 from sosp.graph.flow import follow_channels
 from sosp.graph.layout import LayoutStyle
@@ -101,8 +101,8 @@ def prune(
         scope: ``"layer"`` removes the same share from every layer; ``"global"`` ranks all structures together.
         method: A name in ``sosp.METHODS``. By default SOSP-I on the network's own outputs, or SOSP-H where the network
             has too many structures for their pairs or the loss is a function of your own.
-        loss: What the outputs are: ``"cross_entropy"`` for logits, ``"mse"`` for numbers, or a function of (outputs,
-            targets) that returns one loss per example.
+        loss: What the outputs are: ``"cross_entropy"`` or ``nn.CrossEntropyLoss()`` for logits of classes, ``"mse"`` for
+            numbers, ``"bce"`` for independent logits; or a function of (outputs, targets), see ``sosp.score``.
         groups: ``"coupled"`` removes channels of whole streams, which makes the network faster. ``"independent"``
             chooses for every layer by itself. By default coupled, or independent where no channel can go as a whole.
         exclude: Layers to keep: names, patterns or modules.
@@ -141,7 +141,7 @@ def prune(
     rule = "saliency" if paper else "auto"
     choice = {"ratio": ratio, "params": params, "macs": macs, "cap": cap, "scope": scope, "rule": rule}
     if repair:
-        outputs = loss if isinstance(loss, str) else "mse"  # nothing is known of what a loss of their own makes of them
+        outputs = name_loss(loss) or "mse"  # nothing is known of what a loss of their own makes of them
         return prune_and_repair(model, data, head.inputs, choice, scored, rounds, outputs, REPAIR_EXAMPLES)
     if rounds > 1:
         raise ArgumentError(f"rounds={rounds} needs repair=True: the network is repaired between the rounds.")
@@ -160,7 +160,7 @@ def _find_prunable(network: nn.Module, example: Any, groups: str | None, exclude
 
 def _needs_labels(method: str | None, loss: LossLike) -> bool:
     """Return whether labels must be read: for a loss of the user's own, or a method that needs a slope."""
-    return callable(loss) or (method in METHODS and not METHODS[method].own)
+    return name_loss(loss) is None or (method in METHODS and not METHODS[method].own)
 
 
 def _choose_scoring(

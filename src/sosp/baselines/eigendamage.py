@@ -25,8 +25,7 @@ from sosp.baselines.eigenbasis_costs import RemovedDirections, RotatedLayer, cho
 from sosp.core import distributed
 from sosp.core.batches import Chunk, distribute_examples, iterate_chunks
 from sosp.core.borrowed_model import borrow_model
-from sosp.core.losses import LossLike
-from sosp.core.losses import check_loss as check_loss
+from sosp.core.loss_names import LossLike, resolve_loss
 from sosp.errors import CheckpointError, DataError, StructureError, SurgeryError, check_choice
 from sosp.graph.plan import Cost, compute_whole_cost, count
 from sosp.graph.recipe import replace_module
@@ -178,7 +177,7 @@ def find_eigenbases(
     generator: torch.Generator | None,
 ) -> Eigenbases:
     """The first half of ``eigendamage``, and the slow one; the model must stay as it is while this is used."""
-    check_loss(loss)
+    loss = resolve_loss(loss)
     check_choice("fisher", fisher, FISHERS)
     with borrow_model(model):
         head, chunks = _first(data, examples, generator)

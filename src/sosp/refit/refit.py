@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core.borrowed_model import borrow_model, find_device
-from sosp.core.losses import LOSS_NAMES as LOSSES
+from sosp.core.loss_names import LOSS_NAMES as LOSSES
+from sosp.core.loss_names import LossLike, name_loss
 from sosp.core.progress import track_progress
 from sosp.errors import check_choice, check_whole_number
 from sosp.refit.activations import FULL_RANGE
@@ -48,7 +49,7 @@ def repair(
     data: Any,
     *,
     examples: int | None = 5000,
-    loss: str = "cross_entropy",
+    loss: LossLike = "cross_entropy",
     sweeps: int = 1,
     seed: int = 0,
 ) -> Repaired:
@@ -58,12 +59,15 @@ def repair(
     every layer is fitted by least squares to what the original computes in its place, given what the small network
     really feeds it, so that it also makes up for errors of the layers before. ``data``: inputs, of which ``examples``
     are used: a tensor, a source of ``sosp.data``, or a loader of inputs or of (inputs, labels); nobody looks at labels.
-    A tenth is held out: it decides about the regularisation, and about every layer, which keeps its weights unless
-    the new ones are better there. ``loss`` says what outputs are: ``"cross_entropy"`` for logits, of which only the
-    probabilities count, or ``"mse"`` for numbers. ``sweeps``: how often to go through the network. ``seed`` draws the
-    positions of feature maps that are looked at. Both networks are left as they were.
+    A tenth is held out: it decides about the regularisation, and about every layer, which keeps its weights unless the
+    new ones are better there. ``loss`` says what outputs are: ``"cross_entropy"`` for logits, of which only the
+    probabilities count, or ``"mse"`` for numbers; ``nn.CrossEntropyLoss()`` and ``nn.MSELoss()`` say the same.
+    ``"bce"`` and ``nn.BCEWithLogitsLoss()`` are for independent logits, which are fitted as numbers. ``sweeps``: how
+    often to go through the network. ``seed`` draws the positions of feature maps that are looked at. Both networks are
+    left as they were.
     """
-    check_choice("loss", loss, LOSSES)
+    outputs = name_loss(loss) or loss
+    check_choice("loss", outputs, LOSSES)
     check_whole_number("sweeps", sweeps)
     check_whole_number("seed", seed, least=0)
     started = time.perf_counter()
@@ -74,7 +78,9 @@ def repair(
         pair = track_networks(repaired, model, recipes, chunks[0].rows(0, min(4, chunks[0].size)))
         parts = split_chunks(chunks, pair.widest, find_device(small))
         tasks, left = plan_tasks(pair, parts)
-        found = _run_sweeps(RepairSetup(repaired, model, parts, loss, PositionSampler(seed), pair.here), tasks, sweeps)
+        found = _run_sweeps(
+            RepairSetup(repaired, model, parts, str(outputs), PositionSampler(seed), pair.here), tasks, sweeps
+        )
     repaired.load_state_dict(found.state)  # borrowing gave the old statistics back
     restore_filter_lengths(small, repaired, pair.here, [task.layer for task in tasks])
     known = {error.layer: error for error in found.errors}

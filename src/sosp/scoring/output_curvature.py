@@ -13,15 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from sosp.core.batches import Chunk
-from sosp.core.losses import (
-    IGNORE_INDEX,
-    LossLike,
-    are_numbers,
-    check_loss_values,
-    find_logits,
-    find_own_loss,
-    move_class_axis,
-)
+from sosp.core.loss_names import LossLike
+from sosp.core.losses import IGNORE_INDEX, are_numbers, call_loss, find_logits, find_own_loss, move_class_axis
 from sosp.errors import ArgumentError, LossError, is_whole
 
 LARGEST_R = 2048  # outputs for which a dense output Hessian (outputs x outputs per example) is formed
@@ -51,6 +44,8 @@ def factor_curvature(
         yield from _dense_factors(loss, outputs, chunk)
     elif loss == "mse" and own is None:
         yield from _identity_factors(logits, classes, generator)
+    elif loss == "bce" and own is None:
+        yield from _sigmoid_factors(logits, classes, generator)
     else:
         labels = chunk.targets if own is None else _own_labels(own.detach(), logits, chunk.targets)
         softmax = _probabilities(logits, labels, together=own is not None)
@@ -68,6 +63,9 @@ def _factor_own_outputs(
     """The cotangents where the network is its own target."""
     if are_numbers(loss, logits):
         yield from _identity_factors(logits, classes, generator)
+        return
+    if loss == "bce":
+        yield from (v / temperature for v in _sigmoid_factors(logits / temperature, classes, generator))
         return
     softmax = _probabilities(logits / temperature, _find_padding(chunk, logits), together=False)
     found = _softmax_factors(*softmax) if classes is None else _sampled_labels(*softmax, classes, generator)
@@ -105,7 +103,9 @@ def _own_labels(own: Tensor, logits: Tensor, labels: Any) -> Tensor:
 
 def _check_classes(loss: LossLike, classes: int) -> None:
     if callable(loss):
-        raise ArgumentError("classes= samples the outputs of a loss known by name; with your own loss leave it out.")
+        raise ArgumentError(
+            "classes= samples labels of a loss known by name; with your own loss, or one with options, leave it out."
+        )
     if not is_whole(classes) or classes < 1:
         raise ArgumentError(f"classes={classes!r} must be a positive whole number of labels sampled per example.")
 
@@ -182,6 +182,19 @@ def _identity_factors(logits: Tensor, classes: int | None, generator: torch.Gene
         yield signs / math.sqrt(classes)
 
 
+def _sigmoid_factors(logits: Tensor, classes: int | None, generator: torch.Generator | None) -> Iterator[Tensor]:
+    """``diag(p (1 - p)) / D`` with ``p = sigmoid(f)``: a vector per output, or drawn answers y ~ p, ``(p - y)``."""
+    p, D = logits.sigmoid(), logits[0].numel()
+    if classes is None:
+        root = (p * (1 - p) / D).sqrt()
+        yield from (unit * root for unit in _identity_factors(logits, None, None))
+        return
+    generator = generator or torch.Generator(logits.device).manual_seed(0)
+    for _ in range(classes):
+        drawn = torch.bernoulli(p.to(generator.device), generator=generator).to(p)
+        yield (p - drawn) / math.sqrt(classes * D)
+
+
 def _dense_factors(loss: Callable[[Any, Any], Tensor], outputs: Any, chunk: Chunk) -> Iterator[Tensor]:
     """Any other loss convex in the outputs: its own Hessian, ``R_n = V diag(w) V^T``, column by column."""
     logits = find_logits(outputs)
@@ -208,7 +221,7 @@ def output_hessian(loss: Callable[[Any, Any], Tensor], outputs: Any, chunk: Chun
     fresh, tensors = _copy_as_leaves(outputs)
     z = find_logits(fresh)
     others = [x for x in tensors if x is not z]
-    values = check_loss_values(loss(fresh, chunk.targets), chunk)
+    values = call_loss(loss, fresh, chunk)
     slope, *rest = torch.autograd.grad(values.sum(), [z, *others], create_graph=True, materialize_grads=True)
     if any(bool(r.any()) for r in rest):
         raise LossError(

@@ -22,7 +22,8 @@ from sosp.core import distributed
 from sosp.core.batches import Chunk, check_device, resize_chunks
 from sosp.core.borrowed_model import find_device
 from sosp.core.layers import align_values, apply_gates
-from sosp.core.losses import LossLike, are_numbers, compute_example_losses, find_class_axis, find_logits
+from sosp.core.loss_names import LossLike
+from sosp.core.losses import are_numbers, compute_example_losses, find_class_axis, find_logits
 from sosp.core.progress import track_progress
 from sosp.errors import DataError, DifferentiationError, SospError
 from sosp.graph.records import Structures
@@ -234,6 +235,8 @@ def compute_losses(problem: Problem, chunk: Chunk) -> Any:
     if are_numbers(problem.loss, own):
         return compute_example_losses("mse", logits, replace(chunk, targets=own, keyed=False))
     axis, T = find_class_axis(own), problem.temperature
+    if problem.loss == "bce":
+        return compute_example_losses("bce", logits / T, replace(chunk, targets=(own / T).sigmoid(), keyed=False))
     soft = replace(chunk, targets=(own / T).softmax(axis).movedim(axis, 1), keyed=False)
     return compute_example_losses("cross_entropy", (logits / T).movedim(axis, 1), soft)
 

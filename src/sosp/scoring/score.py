@@ -15,7 +15,8 @@ from sosp.core import distributed
 from sosp.core.batches import Chunk, distribute_examples, iterate_chunks
 from sosp.core.borrowed_model import borrow_model, find_device
 from sosp.core.layers import find_width
-from sosp.core.losses import IGNORE_INDEX, LossLike, check_loss, find_class_axis, find_logits
+from sosp.core.loss_names import LossLike, name_loss, resolve_loss
+from sosp.core.losses import IGNORE_INDEX, find_logits, predict_targets
 from sosp.errors import ArgumentError, DataError, LossError, StructureError, check_choice, is_number
 from sosp.graph.records import OBJECTIVES, Saliency, Structures
 from sosp.graph.structures import find_structures
@@ -53,7 +54,11 @@ def score(
             ``structures`` is given. Methods that read no labels ("sosp-obs", "obd", "hrank") also take a tensor or
             batches of inputs.
         method: A name in ``sosp.METHODS``.
-        loss: ``"cross_entropy"``, ``"mse"`` or a function of (outputs, targets) that returns one loss per example.
+        loss: ``"cross_entropy"``, ``"bce"`` (independent logits), ``"mse"`` (half the squared distance), the same as a
+            loss of torch (``nn.CrossEntropyLoss(weight=w)``, ``F.cross_entropy``), or a function of (outputs, targets)
+            that returns one loss per example or their mean. The mean is slower: the function is called for every
+            example. Losses of several positions (pixels, tokens) are means over the positions of an example, and
+            weights of classes are factors.
         structures: From ``find_structures``. By default filters gated at their features, coupled if the method needs
             it.
         examples: Number of examples to score with; None for all.
@@ -81,9 +86,10 @@ def score(
     check_choice("method", method, METHODS)
     if objective is not None:
         check_choice("objective", objective, OBJECTIVES)
-    check_loss(loss)
+    loss = resolve_loss(loss)
     chosen = METHODS[method]
     own = _check_targets(targets, temperature, method, loss)
+    loss = name_loss(loss) or loss if own else loss
     if classes is not None and not chosen.samples:
         those = ", ".join(repr(name) for name, m in METHODS.items() if m.samples)
         raise ArgumentError(f"classes= is only for {those}; method={method!r} does not sample labels. Leave it out.")
@@ -120,8 +126,10 @@ def _check_targets(targets: str, temperature: float, method: str, loss: LossLike
     if not METHODS[method].own:
         those = ", ".join(repr(name) for name, m in METHODS.items() if m.own)
         raise ArgumentError(f"targets='own' has no slope, which method={method!r} needs. These take it: {those}.")
-    if callable(loss):
-        raise ArgumentError("targets='own' compares outputs itself. Leave loss out, or give 'cross_entropy' or 'mse'.")
+    if name_loss(loss) is None:
+        raise ArgumentError(
+            "targets='own' compares outputs by a known loss. Leave loss out, or give 'cross_entropy', 'bce' or 'mse'."
+        )
     if not is_number(temperature) or not 0 < temperature < math.inf:
         raise ArgumentError(f"temperature={temperature!r} must be a positive number.")
     return True
@@ -256,17 +264,18 @@ class LabelCheck:
     @property
     def are_ignored(self) -> bool:
         """Return whether there were labels and cross-entropy ignores all of them."""
-        return self.loss == "cross_entropy" and self.seen and not self.counts
+        return name_loss(self.loss) == "cross_entropy" and self.seen and not self.counts
 
 
 def add_pseudo_labels(model: nn.Module, chunk: Chunk, loss: LossLike) -> Chunk:
     """Return the same examples; if they have no targets, the predictions of ``model`` are their targets."""
     if chunk.targets is not None or chunk.keyed:
         return chunk
-    if callable(loss):
+    name = name_loss(loss)
+    if name is None:
         raise DataError(
             "the data has no targets, and they cannot be predicted for a loss function of your own. Give targets."
         )
     with torch.no_grad():
         logits = find_logits(chunk.run(model))
-    return replace(chunk, targets=logits if loss == "mse" else logits.argmax(find_class_axis(logits)))
+    return replace(chunk, targets=predict_targets(name, logits))
