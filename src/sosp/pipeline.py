@@ -101,8 +101,9 @@ def prune(
         scope: ``"layer"`` removes the same share from every layer; ``"global"`` ranks all structures together.
         method: A name in ``sosp.METHODS``. By default SOSP-I on the network's own outputs, or SOSP-H where the network
             has too many structures for their pairs or the loss is a function of your own.
-        loss: What the outputs are: ``"cross_entropy"`` or ``nn.CrossEntropyLoss()`` for logits of classes, ``"mse"`` for
-            numbers, ``"bce"`` for independent logits; or a function of (outputs, targets), see ``sosp.score``.
+        loss: What the outputs are: ``"cross_entropy"`` or ``nn.CrossEntropyLoss()`` for logits of classes,
+            ``"bce"`` for independent logits, ``"mse"`` for numbers; or a function of (outputs, targets), see
+            ``sosp.score``.
         groups: ``"coupled"`` removes channels of whole streams, which makes the network faster. ``"independent"``
             chooses for every layer by itself. By default coupled, or independent where no channel can go as a whole.
         exclude: Layers to keep: names, patterns or modules.
@@ -126,9 +127,10 @@ def prune(
     check_whole_number("rounds", rounds)
     check_choice("preset", preset, PRESETS)
     paper = preset == "paper"
-    head, data = open_data_once(data, find_device(model), keep=repair or (repair is None and not paper))
+    again = repair or (repair is None and not paper)
+    head, data = open_data_once(data, find_device(model), keep=again, model=model)
     if repair is None:  # a layer is fitted to some inputs and tested on others
-        repair = not paper and has_examples(data, 2)
+        repair = not paper and has_examples(data, 2, model)
     keep = find_excluded_names(model, exclude, parameters=False)
     groups = groups or ("independent" if paper else None)
 
@@ -278,8 +280,8 @@ def train(
 
     Args:
         model: The network, or several by name, ``{"a": model, "b": other}``. It is not changed.
-        data: A dataset of ``sosp.data``, a pair of tensors (inputs, labels), a loader, or (training data, test data)
-            of any of these.
+        data: A dataset of ``sosp.data``, a pair of tensors or arrays (inputs, labels), a Dataset of torch or of
+            Hugging Face, a loader, or (training data, test data) of any of these.
         schedule: A ``sosp.Schedule`` or the name of one in ``sosp.SCHEDULES``.
         folder: Where checkpoints are written, after every epoch (large ones at most twice a minute), every
             ``save_every`` seconds and on Ctrl-C. Training continues from the newest one.

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import sosp
 from sosp.core.batches import iterate_chunks, open_data_once
@@ -44,6 +44,25 @@ class Tokens(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+class Columns:
+    """What the library looks at in a dataset of Hugging Face."""
+
+    column_names = ("pixels", "label")
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def with_format(self, format: str) -> "Columns":
+        assert format == "torch"
+        return self
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"pixels": self.x[i], "label": self.y[i]}
+
+
 def images() -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(0)
     return torch.randn(24, 1, 8, 8, generator=g), torch.randint(0, 10, (24,), generator=g)
@@ -60,12 +79,18 @@ def in_form(form: str) -> Any:
         "pair": (x, y),
         "loader": DataLoader(TensorDataset(x, y), batch_size=8),
         "batches": [(x[:8], y[:8]), (x[8:], y[8:])],
+        "arrays": (x.numpy(), y.numpy()),
+        "batches of arrays": [(x[:8].numpy(), y[:8].numpy()), (x[8:].numpy(), y[8:].numpy())],
+        "tensor dataset": TensorDataset(x, y),
+        "torch dataset": Subset(TensorDataset(x, y), range(24)),
+        "hugging face": Columns(x, y),
         "dict": {"pixels": x, "labels": y},
         "dicts": [{"pixels": x[i : i + 8], "labels": y[i : i + 8]} for i in (0, 8, 16)],
     }[form]
 
 
-FORMS = ["pair", "loader", "batches", "dict", "dicts", "source", "dataset"]
+NEW = ["arrays", "batches of arrays", "tensor dataset", "torch dataset", "hugging face"]
+FORMS = ["pair", "loader", "batches", "dict", "dicts", "source", "dataset", *NEW]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -84,13 +109,35 @@ def test_every_step_takes_every_form_of_data(form: str) -> None:
     assert not torch.equal(tuned.model.conv.weight, pruned.model.conv.weight)
 
 
-@pytest.mark.parametrize("form", ["loader", "batches", "dicts"])
+@pytest.mark.parametrize("form", ["loader", "batches", "dicts", *NEW])
 def test_the_form_of_data_changes_no_number(form: str) -> None:
     torch.manual_seed(0)
     model = Images().eval()
     for metric in ("top1", "top5", "loss"):
         pair, other = (getattr(sosp.evaluate(model, in_form(f)), metric) for f in ("pair", form))
         assert other == pytest.approx(pair, rel=1e-6)  # sums in another order, single precision
+
+
+def test_training_reads_a_dataset_in_the_order_of_tensors() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = Images(), images()
+    wanted, found = (
+        sosp.train(model, data, ONE_EPOCH).model for data in ((x, y), Subset(TensorDataset(x, y), range(24)))
+    )
+    assert torch.equal(found.conv.weight, wanted.conv.weight)
+    both = sosp.train(model, ((x.numpy(), y.numpy()), (x.numpy(), y.numpy())), ONE_EPOCH)
+    assert torch.equal(both.model.conv.weight, wanted.conv.weight)
+    assert both.history[-1].test is not None
+
+
+def test_an_iterable_dataset_is_evaluated() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return zip(*images(), strict=True)
+
+    model = Images().eval()
+    assert sosp.evaluate(model, Stream()).loss == pytest.approx(sosp.evaluate(model, images()).loss, rel=1e-6)
+    assert sosp.recalibrate(model, Stream()).norm.running_mean.any()
 
 
 def test_a_language_model_is_evaluated_on_the_next_token() -> None:

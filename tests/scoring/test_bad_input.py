@@ -117,7 +117,7 @@ def test_empty_data(what: str, method: str) -> None:
         (5, ["int", "DataLoader"]),
         (None, ["NoneType", "DataLoader"]),
         ("data", ["str", "DataLoader"]),
-        (TensorDataset(torch.ones(3, 5)), ["TensorDataset", "DataLoader"]),
+        (TensorDataset(torch.ones(3, 5)), ["batch 0", "list of 1", "(inputs, targets)"]),
         ((torch.ones(3, 5), torch.ones(3), torch.ones(3)), ["batch 0", "Tensor", "(inputs, targets)"]),
         ([(torch.ones(3, 5), torch.ones(3), torch.ones(3))], ["batch 0", "tuple of 3", "(inputs, targets)"]),
         ([torch.ones(3, 5)], ["batch 0", "Tensor"]),

@@ -180,7 +180,7 @@ def find_eigenbases(
     loss = resolve_loss(loss)
     check_choice("fisher", fisher, FISHERS)
     with borrow_model(model):
-        head, chunks = _first(data, examples, generator)
+        head, chunks = _first(model, data, examples, generator)
         example = head.rows(0, min(ROWS, head.size)).inputs
         structures, kept = _split_supported(model, find_structures(model, example, gate="weights", exclude=exclude))
         factors = estimate_kronecker_factors(
@@ -294,9 +294,11 @@ def _fits(core: tuple[int, ...], shape: torch.Size) -> bool:
     return len(core) == len(shape) and core[2:] == shape[2:] and 1 <= core[0] <= shape[0] and 1 <= core[1] <= shape[1]
 
 
-def _first(data: Any, examples: int | None, generator: torch.Generator | None) -> tuple[Chunk, Iterator[Chunk]]:
+def _first(
+    model: nn.Module, data: Any, examples: int | None, generator: torch.Generator | None
+) -> tuple[Chunk, Iterator[Chunk]]:
     """The first examples, and this process's share of all."""
-    chunks = iter(iterate_chunks(data, examples, generator))
+    chunks = iter(iterate_chunks(data, examples, generator, model=model))
     head = next(chunks, None)
     if head is None or head.size == 0:
         raise DataError("the data is empty: it contains no examples to score with. Is the loader's dataset empty?")

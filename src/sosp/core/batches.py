@@ -1,7 +1,8 @@
 """The one door for the user's data: what data is, and how it is read as chunks of examples.
 
-Data is a source or a dataset of ``sosp.data``, a DataLoader or another iterable of batches, or a pair of tensors. A
-batch is (inputs, targets), or a dict of the model's keyword arguments with ``labels``.
+Data is a source or a dataset of ``sosp.data``, a DataLoader or another iterable of batches, a pair of tensors, or a
+dataset of single examples (see ``core.data_forms``). A batch is (inputs, targets), or a dict of the model's keyword
+arguments with ``labels``. Numpy arrays may stand in place of tensors.
 """
 
 from __future__ import annotations
@@ -12,10 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from sosp.core.borrowed_model import preserve_random_state
+from sosp.core.data_forms import (
+    DatasetBatches,
+    InputForm,
+    convert_arrays,
+    describe_inputs,
+    is_dataset,
+    is_indexed_dataset,
+    prepare_data,
+)
 from sosp.errors import ArgumentError, DataError, is_whole
 
 PAIR = 256  # examples per batch when the data is one pair of tensors
@@ -109,18 +119,21 @@ def iterate_chunks(
     *,
     alone: bool = False,
     device: torch.device | None = None,
+    model: nn.Module | None = None,
 ) -> Iterator[Chunk]:
     """Yield the first ``examples`` examples of ``data``, batch by batch; of a pair of tensors, a random subset.
 
-    A loader's own order decides which examples are taken (shuffle it). A pair of tensors or a source is often sorted by
-    class, so a subset is drawn with ``generator`` (by default the same one every time). ``alone``: inputs may come
-    without targets, as a tensor or as batches of them. (inputs, targets) is a tuple: a list of tensors of one kind is
-    a list of batches, also when there are two. ``device``: where the batches of a source are put.
+    A loader's own order decides which examples are taken (shuffle it). A pair of tensors, a dataset or a source is
+    often sorted by class, so a subset is drawn with ``generator`` (by default the same one every time). ``alone``:
+    inputs may come without targets, as a tensor or as batches of them. (inputs, targets) is a tuple: a list of tensors
+    of one kind is a list of batches, also when there are two. ``device``: where the batches of a source, a dataset or
+    arrays are put, by default where the model is. ``model``: whose inputs these are. It tells several inputs from
+    (inputs, targets), images from batches, and the precision of arrays.
     """
     if examples is not None and (not is_whole(examples) or examples < 1):
         raise ArgumentError(f"examples={examples!r} must be a positive whole number, or None for all the data.")
     left = examples
-    for chunk in _chunks(data, examples, generator, alone, device):
+    for chunk in _chunks(data, examples, generator, alone, describe_inputs(model, device)):
         if left is not None and chunk.size > left:
             chunk = chunk.rows(0, left)
         if chunk.size:
@@ -182,24 +195,34 @@ class CachedLoader:
         return bool(found)
 
 
-def open_data_once(data: Any, device: torch.device, *, keep: bool, rows: int = 8) -> tuple[Chunk, Any]:
+def open_data_once(
+    data: Any, device: torch.device, *, keep: bool, rows: int = 8, model: nn.Module | None = None
+) -> tuple[Chunk, Any]:
     """Return some examples of the first batch, and the data with that batch still in it.
 
     A loader is not opened again by who reads the data then: once, or with ``keep`` any number of times.
     """
-    data = select_training_part(data)
-    in_memory = is_source(data) or is_pair(data) or isinstance(data, (Mapping, Tensor, str, CachedLoader))
-    opened = CachedLoader(data) if isinstance(data, Iterable) and not in_memory else data
+    form = describe_inputs(model, device)
+    data = prepare_data(select_training_part(data), form)
+    if is_dataset(data) and not is_source(data) and not is_indexed_dataset(data):
+        data = DatasetBatches(data, form)
+    opened = CachedLoader(data) if isinstance(data, Iterable) and not _is_reread(data, form) else data
     with preserve_random_state():
-        first = next(iter(iterate_chunks(opened, rows, None, alone=True, device=device)), None)
+        first = next(iter(iterate_chunks(opened, rows, None, alone=True, device=device, model=model)), None)
     if first is None:
         raise DataError("the data is empty: it contains no examples. Is the loader's dataset empty?")
     return first, opened.once() if isinstance(opened, CachedLoader) and not keep else opened
 
 
-def has_examples(data: Any, least: int) -> bool:
+def has_examples(data: Any, least: int, model: nn.Module) -> bool:
     """Return whether data that can be read more than once has as many examples."""
-    return sum(chunk.size for chunk in iterate_chunks(data, least, None, alone=True)) >= least
+    return sum(chunk.size for chunk in iterate_chunks(data, least, None, alone=True, model=model)) >= least
+
+
+def _is_reread(data: Any, form: InputForm) -> bool:
+    """Return whether the data is in memory or read by number, so that it may be opened again."""
+    whole = is_source(data) or is_pair(data) or is_indexed_dataset(data) or form.are_inputs(data)
+    return whole or isinstance(data, (Mapping, Tensor, str, CachedLoader))
 
 
 def is_source(data: Any) -> bool:
@@ -214,30 +237,40 @@ def select_training_part(data: Any) -> Any:
 
 
 def _chunks(
-    data: Any,
-    examples: int | None,
-    generator: torch.Generator | None,
-    alone: bool,
-    device: torch.device | None,
+    data: Any, examples: int | None, generator: torch.Generator | None, alone: bool, form: InputForm
 ) -> Iterator[Chunk]:
-    data = select_training_part(data)
+    data = prepare_data(select_training_part(data), form)
     if is_source(data):
         count = len(data) if examples is None else min(examples, len(data))
         some = data.subset(count, 0 if generator is None else generator.initial_seed())
-        data = (some if device is None else some.to(device)).ordered(batch=PAIR)
-    if alone and isinstance(data, Tensor) and data.dim():
-        parts = _split_pair(data, torch.zeros(len(data)), examples, generator)
+        data = (some if form.device is None else some.to(form.device)).ordered(batch=PAIR)
+    elif is_dataset(data):
+        return _chunks_of_dataset(data, examples, generator, alone, form)
+    if alone and ((isinstance(data, Tensor) and data.dim()) or form.are_inputs(data)):
+        inputs = _plain(data)
+        parts = _split_pair(inputs, torch.zeros(find_batch_size(inputs) or 0), examples, generator)
         return (replace(chunk, targets=None) for chunk in parts)
     if is_pair(data):
         return _split_pair(_plain(data[0]), data[1], examples, generator)
     if isinstance(data, Mapping):
-        return iter([_chunk(data, 0)])
+        return iter([_chunk(data, 0, alone, form)])
     if isinstance(data, (Tensor, str)) or not isinstance(data, Iterable):
         raise DataError(
-            f"data is a {type(data).__name__}; give a DataLoader, an iterable of (inputs, targets), "
-            "a pair of tensors (inputs, targets), or dict batches with 'labels'."
+            f"data is a {type(data).__name__}; give a DataLoader, an iterable of (inputs, targets), a pair of tensors "
+            "(inputs, targets), a Dataset, or dict batches with 'labels'."
         )
-    return (_chunk(batch, index, alone) for index, batch in enumerate(data))
+    return (_chunk(batch, index, alone, form) for index, batch in enumerate(data))
+
+
+def _chunks_of_dataset(
+    data: Any, examples: int | None, generator: torch.Generator | None, alone: bool, form: InputForm
+) -> Iterator[Chunk]:
+    """Yield batches of a dataset; every example is named by its number there."""
+    order = _draw_rows(len(data), examples, generator).tolist() if is_indexed_dataset(data) else None
+    numbers = itertools.count() if order is None else iter(order)
+    for index, batch in enumerate(DatasetBatches(data, form, order)):
+        chunk = _chunk(batch, index, alone, form)
+        yield replace(chunk, origin=tuple((None, i, 1) for i in itertools.islice(numbers, chunk.size)))
 
 
 def is_pair(data: Any) -> bool:
@@ -262,13 +295,17 @@ def _split_pair(
         raise DataError(
             f"the inputs hold {find_batch_size(inputs)} examples and the targets {total}; give the same number of each."
         )
-    order = torch.arange(total)
-    if examples is not None and examples < total:
-        generator = generator or torch.Generator().manual_seed(0)
-        order = torch.randperm(total, generator=generator, device=generator.device)[:examples].cpu().sort().values
-    for part in order.split(PAIR):
+    for part in _draw_rows(total, examples, generator).split(PAIR):
         x, y = tree_map(lambda x, part=part: x[part.to(x.device)] if _by_example(x, total) else x, (inputs, targets))
         yield Chunk(x, y, tuple((None, i, 1) for i in part.tolist()))
+
+
+def _draw_rows(total: int, examples: int | None, generator: torch.Generator | None) -> Tensor:
+    """Return the numbers of all examples or of a random subset, in order."""
+    if examples is None or examples >= total:
+        return torch.arange(total)
+    generator = generator or torch.Generator().manual_seed(0)
+    return torch.randperm(total, generator=generator, device=generator.device)[:examples].cpu().sort().values
 
 
 def find_batch_size(inputs: Any) -> int | None:
@@ -286,18 +323,20 @@ def _plain(inputs: Any) -> Any:
     return tuple(inputs) if isinstance(inputs, list) else inputs
 
 
-def _chunk(batch: Any, index: int, alone: bool = False) -> Chunk:
+def _chunk(batch: Any, index: int, alone: bool, form: InputForm) -> Chunk:
+    batch = form.group(convert_arrays(batch, form), alone)
     if alone and (isinstance(batch, Tensor) or (isinstance(batch, (tuple, list)) and len(batch) == 1)):
         batch = (batch if isinstance(batch, Tensor) else batch[0]), None
     if isinstance(batch, Mapping):
         return Chunk(dict(batch), batch.get("labels"), ((index, 0, _count(batch, index)),), keyed=True)
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        inputs, targets = _plain(batch[0]), batch[1]
+        inputs, targets = _plain(form.stack_images(batch[0])), batch[1]
         return Chunk(inputs, targets, ((index, 0, _count(inputs, index)),))
     raise DataError(
         f"batch {index} is a {type(batch).__name__}"
         + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
-        + "; each batch must be (inputs, targets) or a dict of the model's keyword arguments with 'labels'."
+        + "; each batch must be (inputs, targets) or a dict of the model's keyword arguments with 'labels'; several "
+        "inputs are a tuple, ((x1, x2), targets)."
         + (" Two tensors with all the data must be a tuple: (inputs, targets)." if isinstance(batch, Tensor) else "")
     )
 

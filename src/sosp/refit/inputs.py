@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from sosp.core.batches import Chunk, check_device, iterate_chunks, resize_chunks
 from sosp.errors import DataError, check_whole_number
@@ -34,13 +35,15 @@ class InputPart:
         return self.chunk.source if first == last else f"batches {first} to {last}"
 
 
-def read_chunks(data: Any, examples: int | None, device: torch.device, seed: int) -> list[Chunk]:
+def read_chunks(
+    data: Any, examples: int | None, device: torch.device, seed: int, model: nn.Module | None = None
+) -> list[Chunk]:
     """The inputs, which are read once: a loader may shuffle, and all layers must see the same ones."""
     if examples is not None:
         check_whole_number("examples", examples, least=2)
     chunks = []
     generator = torch.Generator().manual_seed(seed)
-    for chunk in iterate_chunks(data, examples, generator, alone=True, device=device):
+    for chunk in iterate_chunks(data, examples, generator, alone=True, device=device, model=model):
         chunk = replace(chunk, targets=torch.zeros(chunk.size, device=device))  # the same for all: chunks are joined
         check_device(chunk, device)
         chunks.append(chunk)

@@ -58,13 +58,13 @@ def repair(
     ``small`` is what ``sosp.shrink``, ``sosp.prune`` or ``sosp.load`` made of ``model``. In the order of the network,
     every layer is fitted by least squares to what the original computes in its place, given what the small network
     really feeds it, so that it also makes up for errors of the layers before. ``data``: inputs, of which ``examples``
-    are used: a tensor, a source of ``sosp.data``, or a loader of inputs or of (inputs, labels); nobody looks at labels.
-    A tenth is held out: it decides about the regularisation, and about every layer, which keeps its weights unless the
-    new ones are better there. ``loss`` says what outputs are: ``"cross_entropy"`` for logits, of which only the
-    probabilities count, or ``"mse"`` for numbers; ``nn.CrossEntropyLoss()`` and ``nn.MSELoss()`` say the same.
-    ``"bce"`` and ``nn.BCEWithLogitsLoss()`` are for independent logits, which are fitted as numbers. ``sweeps``: how
-    often to go through the network. ``seed`` draws the positions of feature maps that are looked at. Both networks are
-    left as they were.
+    are used: a tensor or an array, several inputs (x1, x2), a list of images, a Dataset, a source of ``sosp.data``, or
+    a loader of inputs or of (inputs, labels); nobody looks at labels. A tenth is held out: it decides about the
+    regularisation, and about every layer, which keeps its weights unless the new ones are better there. ``loss`` says
+    what outputs are: ``"cross_entropy"`` for logits, of which only the probabilities count, or ``"mse"`` for numbers;
+    ``nn.CrossEntropyLoss()`` and ``nn.MSELoss()`` say the same. ``"bce"`` and ``nn.BCEWithLogitsLoss()`` are for
+    independent logits, which are fitted as numbers. ``sweeps``: how often to go through the network. ``seed`` draws the
+    positions of feature maps that are looked at. Both networks are left as they were.
     """
     outputs = name_loss(loss) or loss
     check_choice("loss", outputs, LOSSES)
@@ -72,7 +72,7 @@ def repair(
     check_whole_number("seed", seed, least=0)
     started = time.perf_counter()
     recipes = find_recipes_between(small, model)
-    chunks = read_chunks(data, examples, find_device(small), seed)
+    chunks = read_chunks(data, examples, find_device(small), seed, model)
     repaired = copy.deepcopy(small)
     with borrow_model(model), borrow_model(repaired), torch.no_grad():
         pair = track_networks(repaired, model, recipes, chunks[0].rows(0, min(4, chunks[0].size)))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sosp.core import distributed
 from sosp.core.batches import Chunk, distribute_examples, iterate_chunks
-from sosp.core.borrowed_model import borrow_model, find_device
+from sosp.core.borrowed_model import borrow_model
 from sosp.core.layers import find_width
 from sosp.core.loss_names import LossLike, name_loss, resolve_loss
 from sosp.core.losses import IGNORE_INDEX, find_logits, predict_targets
@@ -49,10 +49,11 @@ def score(
 
     Args:
         model: The network to score.
-        data: A DataLoader or another iterable of (inputs, targets), a tuple of two tensors, or dict batches for which
-            the model returns its own loss. Methods that read only weights do not read it: it may be None if
-            ``structures`` is given. Methods that read no labels ("sosp-obs", "obd", "hrank") also take a tensor or
-            batches of inputs.
+        data: A DataLoader or another iterable of (inputs, targets), a tuple of two tensors, a Dataset of torch or of
+            Hugging Face, or dict batches for which the model returns its own loss. Several inputs are a tuple,
+            ((x1, x2), targets). Numpy arrays may stand in place of tensors. Methods that read only weights do not read
+            it: it may be None if ``structures`` is given. Methods that read no labels ("sosp-obs", "obd", "hrank")
+            also take inputs alone: a tensor, batches, dicts without labels, or a list of images of one shape.
         method: A name in ``sosp.METHODS``.
         loss: ``"cross_entropy"``, ``"bce"`` (independent logits), ``"mse"`` (half the squared distance), the same as a
             loss of torch (``nn.CrossEntropyLoss(weight=w)``, ``F.cross_entropy``), or a function of (outputs, targets)
@@ -62,7 +63,7 @@ def score(
         structures: From ``find_structures``. By default filters gated at their features, coupled if the method needs
             it.
         examples: Number of examples to score with; None for all.
-        generator: Source of randomness: which examples are drawn from a tuple of tensors, and sampled labels.
+        generator: Source of randomness: which examples are drawn from tensors or a Dataset, and sampled labels.
         objective: How ``Saliency.scores`` and ``select`` combine the terms. By default the method's own objective,
             "signed" for "ccp" and "individual" for all others.
         classes: For SOSP-I with many outputs: sample this many labels per example (unbiased) instead of using every
@@ -97,8 +98,8 @@ def score(
         if structures is not None:
             check_structures(model, structures, method)
         reads = chosen.data or structures is None
-        alone = own or not chosen.labels
-        chunks = _chunks(data, examples, generator, alone, find_device(model)) if reads else iter(())
+        alone = own or not (chosen.labels and chosen.data)  # what reads no labels need not be given any
+        chunks = _chunks(data, examples, generator, alone, model) if reads else iter(())
         labels = LabelCheck(loss)
         chunks = labels.record_targets(chunks)
         if not chosen.labels and not own:
@@ -146,10 +147,10 @@ def _refuse_zeros(saliency: Saliency) -> None:
 
 
 def _chunks(
-    data: Any, examples: int | None, generator: torch.Generator | None, alone: bool, device: torch.device
+    data: Any, examples: int | None, generator: torch.Generator | None, alone: bool, model: nn.Module
 ) -> Iterator[Chunk]:
     """Yield the chunks of the data; raise DataError if there are none."""
-    chunks = iter(iterate_chunks(data, examples, generator, alone=alone, device=device))
+    chunks = iter(iterate_chunks(data, examples, generator, alone=alone, model=model))
     head = next(chunks, None)
     if head is None or head.size == 0:
         raise DataError("the data is empty: it contains no examples to score with. Is the loader's dataset empty?")
@@ -269,9 +270,11 @@ class LabelCheck:
 
 def add_pseudo_labels(model: nn.Module, chunk: Chunk, loss: LossLike) -> Chunk:
     """Return the same examples; if they have no targets, the predictions of ``model`` are their targets."""
-    if chunk.targets is not None or chunk.keyed:
+    if chunk.targets is not None:
         return chunk
     name = name_loss(loss)
+    if name is None and chunk.keyed:
+        return chunk
     if name is None:
         raise DataError(
             "the data has no targets, and they cannot be predicted for a loss function of your own. Give targets."

@@ -56,7 +56,8 @@ def evaluate(
 
     Args:
         model: The network.
-        data: A dataset of ``sosp.data`` (its test part is used), a source, a pair of tensors, or a loader.
+        data: A dataset of ``sosp.data`` (its test part is used), a source, a pair of tensors or arrays, a Dataset of
+            torch or of Hugging Face, or a loader.
         batch: Examples per forward pass; by default a number that suits the device.
         device: The device to compute on, with a copy; by default that of the network.
         limit: Number of examples to read; None reads all.
@@ -69,7 +70,7 @@ def evaluate(
     """
     where = find_device(model) if device is None else torch.device(device)
     network = model if find_device(model) == where else copy.deepcopy(model).to(where)
-    source = resolve_source(data, "test")
+    source = resolve_source(data, "test", model)
     size = _choose_batch(source, where) if batch is None else batch
     batches = _batches(source, size, limit)
     total = source.steps(size) if is_source(source) and limit is None else None  # None: not known

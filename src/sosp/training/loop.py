@@ -74,7 +74,9 @@ class TrainingJob:
         self.saving, self.callbacks = saving, callbacks
         first = next(iter(learners.values()))
         self.device, self.speed = first.device, first.speed
-        self.source, self.test = (x.to(self.device) if hasattr(x, "to") else x for x in split_train_test(data))
+        self.source, self.test = (
+            x.to(self.device) if hasattr(x, "to") else x for x in split_train_test(data, first.model)
+        )
         made = {
             s: TrainingBatches(self.source, schedule.batch, s, self.device, bool(self.speed.channels_last))
             for s in set(seeds.values())

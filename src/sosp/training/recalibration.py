@@ -33,8 +33,9 @@ def recalibrate(
 
     Args:
         model: The network. It is not changed.
-        data: A dataset of ``sosp.data`` (its training part is used), a source or a pair of tensors, from which
-            ``examples`` are drawn; or batches, which are all used. Labels are not read.
+        data: A dataset of ``sosp.data`` (its training part is used), a source, a pair of tensors or arrays, or a
+            Dataset of torch or of Hugging Face, from which ``examples`` are drawn; or batches, which are all used.
+            Labels are not read.
         examples: Number of examples to draw; None takes all.
         batch: Examples per batch.
         seed: Seed of the draw.
@@ -55,7 +56,7 @@ def recalibrate(
         copied.eval()
         for m in norms:
             m.reset_running_stats()  # NaN would stay NaN in an average
-        source = PairSource(*_add_dummy_labels(data[0])) if is_pair(data) else resolve_source(data, "train")
+        source = PairSource(*_add_dummy_labels(data[0])) if is_pair(data) else resolve_source(data, "train", model)
         _run(copied, norms, _batches(source, examples, batch, seed))
     for m in norms:
         m.momentum = factors[m]

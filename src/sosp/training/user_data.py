@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from sosp.core.batches import find_batch_size, is_pair, is_source
+from sosp.core.data_forms import (
+    DatasetBatches,
+    InputForm,
+    convert_arrays,
+    describe_inputs,
+    is_dataset,
+    is_indexed_dataset,
+    prepare_data,
+)
 from sosp.core.losses import IGNORE_INDEX
 from sosp.data import Dataset
 from sosp.data.batch_source import Batching, apply_limit, draw_rows, make_generator, make_slice
@@ -34,6 +43,7 @@ def select_rows(x: Any, pick: Any, total: int) -> Any:
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
     """Return the inputs and the labels of a batch, whatever the labels are. A dict's inputs hold the labels as well."""
+    batch = convert_arrays(batch, InputForm())
     if isinstance(batch, Mapping):
         return dict(batch), batch.get("labels")
     if not isinstance(batch, tuple | list) or len(batch) != 2:
@@ -87,20 +97,28 @@ def find_cpu_label_range(labels: Tensor) -> tuple[int, int]:
     return find_label_range(labels) if labels.device.type == "cpu" else (0, 0)
 
 
-def resolve_source(data: Any, part: str) -> Any:
-    """Return ``part`` ("train" or "test") of a dataset, a pair of tensors as a source, and other data unchanged."""
+def resolve_source(data: Any, part: str, model: nn.Module | None = None) -> Any:
+    """Return ``part`` ("train" or "test") of a dataset, examples in memory as a source, and other data as batches.
+
+    ``model``: the network that the data is for, which tells the precision of numpy arrays.
+    """
     if isinstance(data, Dataset):
         return getattr(data, part)
-    return PairSource(*split_batch(data)) if is_pair(data) or isinstance(data, Mapping) else data
+    form = describe_inputs(model, torch.device("cpu"))
+    data = prepare_data(data, form)
+    if is_source(data) or not is_dataset(data):
+        return PairSource(*split_batch(data)) if is_pair(data) or isinstance(data, Mapping) else data
+    return DatasetSource(DatasetBatches(data, form)) if is_indexed_dataset(data) else DatasetBatches(data, form)
 
 
-def split_train_test(data: Any) -> tuple[Any, Any]:
+def split_train_test(data: Any, model: nn.Module | None = None) -> tuple[Any, Any]:
     """Return the training data and the test data; None if there is no test data."""
     if isinstance(data, Dataset):
         return data.train, data.test
+    data = prepare_data(data, describe_inputs(model, torch.device("cpu")))
     if isinstance(data, tuple) and len(data) == 2 and not is_pair(data):
-        return resolve_source(data[0], "train"), resolve_source(data[1], "test")
-    return resolve_source(data, "train"), None
+        return resolve_source(data[0], "train", model), resolve_source(data[1], "test", model)
+    return resolve_source(data, "train", model), None
 
 
 class PairSource:
@@ -143,3 +161,25 @@ class PairSource:
 
     def _rows(self, index: Tensor) -> tuple[Any, Tensor]:
         return select_rows(self.inputs, index, len(self)), self.labels[index.to(self.labels.device)]
+
+
+class DatasetSource(PairSource):
+    """A source of a dataset whose examples are read by number; only its own transforms augment them."""
+
+    def __init__(self, batches: DatasetBatches, numbers: Sequence[int] | None = None) -> None:
+        self.batches = batches
+        self.numbers = range(len(batches.dataset)) if numbers is None else numbers
+        if not len(self.numbers):
+            raise DataError("the data is empty: it has no examples.")
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def subset(self, count: int, seed: int) -> DatasetSource:
+        """Return a source of ``count`` examples drawn at random."""
+        return DatasetSource(self.batches, [self.numbers[i] for i in draw_rows(len(self), count, seed).tolist()])
+
+    def _rows(self, index: Tensor) -> tuple[Any, Tensor]:
+        numbers = [self.numbers[i] for i in index.tolist()]
+        inputs, labels = parse_batch(self.batches.read(numbers or self.numbers[:1]))
+        return select_rows(inputs, slice(len(numbers)), len(labels)), labels[: len(numbers)]
