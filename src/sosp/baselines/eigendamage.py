@@ -23,7 +23,7 @@ from torch.nn.utils import skip_init
 
 from sosp.baselines.eigenbasis_costs import RemovedDirections, RotatedLayer, choose_directions, rotate_weight
 from sosp.core import distributed
-from sosp.core.batches import Chunk, distribute_examples, iterate_chunks
+from sosp.core.batches import Chunk, count_expected_examples, distribute_examples, iterate_chunks, open_data
 from sosp.core.borrowed_model import borrow_model
 from sosp.core.loss_names import LossLike, resolve_loss
 from sosp.errors import CheckpointError, DataError, StructureError, SurgeryError, check_choice
@@ -180,11 +180,13 @@ def find_eigenbases(
     loss = resolve_loss(loss)
     check_choice("fisher", fisher, FISHERS)
     with borrow_model(model):
+        data = open_data(data, model)
         head, chunks = _first(model, data, examples, generator)
         example = head.rows(0, min(ROWS, head.size)).inputs
         structures, kept = _split_supported(model, find_structures(model, example, gate="weights", exclude=exclude))
+        expected = count_expected_examples(data, examples, distributed.count_ranks())
         factors = estimate_kronecker_factors(
-            Problem(model, structures, loss, chunks, examples), "channels", fisher, generator
+            Problem(model, structures, loss, chunks, expected), "channels", fisher, generator
         )
     rotated = {name: rotate_weight(_weight(model, name), factor) for name, factor in factors.items()}
     return Eigenbases(model, example, structures, rotated, kept)

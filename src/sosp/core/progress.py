@@ -1,9 +1,10 @@
-"""Show progress on a terminal for anything over a second; silent elsewhere or when asked."""
+"""Show progress on a terminal or in a notebook for anything over a second; silent elsewhere or when asked."""
 
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -12,8 +13,13 @@ ACTIVE_BARS: list[Any] = []  # a terminal has room for one: a bar inside another
 
 
 def is_progress_wanted() -> bool:
-    """Only on a terminal, and not where ``SOSP_PROGRESS=0`` asks for silence."""
-    return sys.stderr.isatty() and os.environ.get("SOSP_PROGRESS", "1") != "0"
+    """Only on a terminal or in a notebook, and not where ``SOSP_PROGRESS=0`` asks for silence."""
+    return (sys.stderr.isatty() or is_notebook()) and os.environ.get("SOSP_PROGRESS", "1") != "0"
+
+
+def is_notebook() -> bool:
+    """Return whether this runs in the kernel of a notebook."""
+    return "ipykernel" in sys.modules
 
 
 def track_progress(
@@ -36,16 +42,20 @@ def track_progress(
             bar.update(task, completed=done)
     finally:
         if bar in ACTIVE_BARS:
-            bar.stop()
             ACTIVE_BARS.remove(bar)
+            bar.stop()
 
 
 def _bar(label: str, total: float | None) -> tuple[Any, Any]:
     """Return a bar of rich and its task; nothing where rich is not installed (``sosp[cli]`` brings it)."""
     try:
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
         return None, None
+    if is_notebook() and find_spec("ipywidgets") is None:
+        return None, None  # rich draws in notebooks with it, and warns at every step without it
+    console = Console(force_jupyter=True) if is_notebook() else Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, transient=True)
+    bar = Progress(*columns, console=console, transient=True)
     return bar, bar.add_task(label, total=total)

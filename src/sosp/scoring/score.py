@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core import distributed
-from sosp.core.batches import Chunk, distribute_examples, iterate_chunks
+from sosp.core.batches import Chunk, count_expected_examples, distribute_examples, iterate_chunks, open_data
 from sosp.core.borrowed_model import borrow_model
 from sosp.core.layers import find_width
 from sosp.core.loss_names import LossLike, name_loss, resolve_loss
@@ -99,6 +99,7 @@ def score(
             check_structures(model, structures, method)
         reads = chosen.data or structures is None
         alone = own or not (chosen.labels and chosen.data)  # what reads no labels need not be given any
+        data = open_data(data, model) if reads else None
         chunks = _chunks(data, examples, generator, alone, model) if reads else iter(())
         labels = LabelCheck(loss)
         chunks = labels.record_targets(chunks)
@@ -111,7 +112,8 @@ def score(
             structures = find_structures(model, head.rows(0, min(2, head.size)).inputs, groups=groups)
             check_structures(model, structures, method)
         mine = distribute_examples(chunks, distributed.get_rank(), distributed.count_ranks())
-        problem = Problem(model, structures, loss, mine, examples, temperature if own else None)
+        expected = count_expected_examples(data, examples, distributed.count_ranks())
+        problem = Problem(model, structures, loss, mine, expected, temperature if own else None)
         found = chosen.run(problem, Options(classes, generator))
     saliency = _saliency(found, structures, method, next(model.parameters()).dtype, objective)
     if labels.are_ignored and not own:
