@@ -13,7 +13,7 @@ from sosp.errors import ArgumentError, DisconnectedError, check_choice, is_numbe
 from sosp.graph.flow import Flow
 from sosp.graph.layout import LayoutStyle
 from sosp.graph.mask import Mask
-from sosp.graph.plan import Plan, compute_cost, compute_whole_cost, plan_removal
+from sosp.graph.plan import Cost, Plan, compute_cost, compute_whole_cost, plan_removal
 from sosp.graph.records import INPUT, OUTPUT, SCOPES, Saliency, Structures
 from sosp.selection.greedy_order import (
     LayerLimits,
@@ -29,6 +29,7 @@ from sosp.selection.quadratic_program import choose_subset
 
 SCALES = ("kernel", "macs", "params")
 RULES = ("saliency", "priced")
+MOST_RESTORED = 256  # structures that are tried to be kept after all
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,8 @@ def _select_globally(saliency: Saliency, options: SelectionOptions, budget: Sele
     count = len(structures) if budget is not None else round(ratio * len(structures))
     order = _order_globally(saliency, options, count)
     if budget is not None:
-        return _meet_budget(structures, lambda n: _round_widths(structures, order[:n], round_to), len(order), budget)
+        plan = _meet_budget(structures, lambda n: _round_widths(structures, order[:n], round_to), len(order), budget)
+        return _restore_fitting(saliency, order, plan, budget) if options.rule == "priced" and round_to == 1 else plan
     if count > len(order):
         why = "keeping one of every layer" if options.cap is None else f"cap={options.cap}"
         raise ArgumentError(
@@ -162,6 +164,25 @@ def _select_globally(saliency: Saliency, options: SelectionOptions, budget: Sele
             f"{len(order)} to remove."
         )
     return _round_widths(structures, order, round_to)
+
+
+def _restore_fitting(saliency: Saliency, order: Tensor, plan: Plan, budget: SelectionBudget) -> Plan:
+    """Return a plan that keeps some structures more, the last removed first, as far as the budget allows."""
+    structures, owner = saliency.structures, saliency.structures.owner()
+    places = {layer.name: layer.norms for layer in structures.layers}
+    target = _find_target(compute_whole_cost(plan.flow), budget)
+    removed, full = order[: plan.mask.chosen].tolist(), set[int]()
+    for s in reversed(removed[-MOST_RESTORED:]):
+        if int(owner[s]) not in full:
+            fewer = structures.channels_of(torch.tensor([t for t in removed if t != s], dtype=torch.long))
+            layout = plan.flow.layout(plan.flow.find_removed_outputs(fewer, places), budget.style)
+            if getattr(compute_cost(plan.flow, layout), budget.what) <= target:
+                removed.remove(s)
+            else:
+                full.add(int(owner[s]))  # the others of its layer save as much
+    mask = Mask.from_structures(structures, torch.tensor(removed, dtype=torch.long))
+    better = plan_removal(plan.flow, mask, budget.style)
+    return better if getattr(better.cost, budget.what) <= target else plan
 
 
 def _order_globally(saliency: Saliency, options: SelectionOptions, count: int) -> Tensor:
@@ -250,7 +271,7 @@ def _meet_budget(structures: Structures, chosen: Callable[[int], Tensor], most: 
         raise ArgumentError(f"{what}= needs the channel flow of the network, which these structures do not have.")
     flow = structures.flow
     whole = getattr(compute_whole_cost(flow), what)
-    target = limit * whole * (1 + 1e-12) if limit <= 1 else limit  # 57 / 101 * 101 is 56.999...
+    target = _find_target(compute_whole_cost(flow), budget)
     places = {layer.name: layer.norms for layer in structures.layers}
 
     def left(flow: Flow, count: int) -> int:
@@ -277,6 +298,12 @@ def _meet_budget(structures: Structures, chosen: Callable[[int], Tensor], most: 
         # The dry run showed that the code requires a fixed width: the search continues with that width.
         flow = flow.with_pins(plan.flow.learned, plan.flow.fixed)
         low += 1
+
+
+def _find_target(whole: Cost, budget: SelectionBudget) -> float:
+    """Return the largest number of parameters or MACs that may remain."""
+    limit = budget.limit
+    return limit * getattr(whole, budget.what) * (1 + 1e-12) if limit <= 1 else limit  # 57 / 101 * 101 is 56.999...
 
 
 def _round_widths(structures: Structures, chosen: Tensor, round_to: int) -> Tensor:
