@@ -148,18 +148,39 @@ def scatter_output(module: Any, args: Any, output: Tensor) -> Tensor:
     return module.scatter(output)
 
 
+def _make_zeros(like: object, axis: int, width: int) -> Tensor | None:
+    """Zeros of the shape of a parameter, with another width along one axis."""
+    if not isinstance(like, Tensor):
+        return None
+    shape = list(like.shape)
+    shape[axis] = width
+    return like.detach().new_zeros(shape)
+
+
 class ZeroLayer(nn.Module):
-    """What is left of a layer that lost every channel: zeros of the shape the layer would give."""
+    """What is left of a layer that lost every channel: zeros of the shape the layer would give.
+
+    Code may ask a layer for its sizes, or for the type and the device of its weight: it answers as the layer would. Its
+    weight and its bias are zeros; they are no parameters, and not in the state dict.
+    """
+
+    kernel_size: Any  # of a convolution, as all below
+    stride: Any
+    dilation: Any
+    padding: Any
+    output_padding: Any
+    transposed: bool
 
     def __init__(self, layer: Any, width: int = 1) -> None:
         super().__init__()
+        for key, value in vars(layer).items():
+            if not key.startswith("_") and isinstance(value, (int, str, tuple)):
+                setattr(self, key, value)
         self.width = width  # one channel, unless what follows needs more
         self.linear = not hasattr(layer, "kernel_size")
-        if not self.linear:
-            self.transposed = bool(layer.transposed)
-            self.kernel_size, self.stride, self.dilation = layer.kernel_size, layer.stride, layer.dilation
-            self.output_padding = layer.output_padding
-            self.padding = layer.padding
+        kind = find_layer_type(layer)
+        for key, axis in (("weight", kind.weight_axis if kind else 0), ("bias", 0)):
+            self.register_buffer(key, _make_zeros(getattr(layer, key, None), axis, width), persistent=False)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.linear:

@@ -32,7 +32,16 @@ from sosp.graph.labels import (
     resize_labels,
 )
 from sosp.graph.layout import Layout, LayoutStyle
-from sosp.graph.ops import COMPOSITE, DECOMPOSED, NUMBERS, collect_numbers, find_op_name, run_op, skip_override_checks
+from sosp.graph.ops import (
+    COMPOSITE,
+    DECOMPOSED,
+    NUMBERS,
+    collect_numbers,
+    find_op_name,
+    find_raising_line,
+    run_op,
+    skip_override_checks,
+)
 from sosp.graph.recipe import Recipe, RemovedChannels, apply_recipe, write_recipe
 from sosp.graph.width_arithmetic import Trial, find_width_pins
 
@@ -41,6 +50,7 @@ if TYPE_CHECKING:
 
 
 FIXED_AXIS = "the code requires a fixed size of an axis"
+ASKED = "the code uses an attribute that what replaces an empty layer does not have"
 FIXED_NUMBER = "the code requires a fixed number of channels here"
 
 # fitting --------------------------------------------------------------------------------------------------------------
@@ -92,7 +102,7 @@ def try_recipe(flow: Flow, layout: Layout, recipe: Recipe) -> Iterator[tuple[str
         twin.train(mode == "train")
         with isolate_forward():
             given = clone_inputs(flow.example, flow.real)
-            yield mode, compare_ops(twin, given, records, layout.counts, recipe.emptied, decides)
+            yield mode, compare_ops(twin, given, records, layout.counts, gone, decides)
 
 
 def _find_reasons(flow: Flow, layout: Layout, mode: str, run: DryRunMode, fixed: list[FixedAxis]) -> list[Pin]:
@@ -100,7 +110,7 @@ def _find_reasons(flow: Flow, layout: Layout, mode: str, run: DryRunMode, fixed:
 
     Where fixing the size of an axis helps, the axis is appended to ``fixed``.
     """
-    pins = []
+    pins = [_pin_one_channel(flow, name, run.asked_at) for name in run.asked]
     if run.took_other_path:
         ids = find_exposed_values(flow.graph, flow.unused_modules)
         if (layout.counts[ids] == 0).any():
@@ -122,6 +132,13 @@ def _find_reasons(flow: Flow, layout: Layout, mode: str, run: DryRunMode, fixed:
                 pins.append(Pin(np.unique(ids), record.name, record.where, FIXED_NUMBER))
                 break
     return pins
+
+
+def _pin_one_channel(flow: Flow, name: str, where: str) -> Pin:
+    """Pin the first channel of a layer or a norm, so that it is not replaced."""
+    layer = next((d for d in flow.graph.dense.values() if d.module == name), None)
+    ids = layer.out if layer is not None else flow.graph.calls[name][0].given
+    return Pin(ids[:1], name, where, ASKED)
 
 
 def _find_axis(fixed: Iterable[FixedAxis], record: OpRecord, counts: np.ndarray) -> FixedAxis | None:
@@ -155,6 +172,8 @@ class DryRunMode(TorchFunctionMode):
         self.took_other_path = False  # it did, and what comes then cannot be compared
         self.at = 0
         self.failed: list[OpRecord] = []
+        self.asked: list[str] = []  # replaced modules of which the code asked for what they do not have
+        self.asked_at = ""  # by which line
         self.agreed: set[int] = set()  # ids of records: the op computed with the numbers it had
         self.computed: list[OpRecord] = []  # it computed with others
         self.paused = False
@@ -267,12 +286,12 @@ def compare_ops(
     inputs: Any,
     records: list[OpRecord],
     counts: np.ndarray,
-    emptied: Collection[str],
+    replaced: Collection[str],
     decides: bool = False,
 ) -> DryRunMode:
     """Run ``twin`` beside the record, in the mode it is in; ``failed`` holds the ops that went wrong.
 
-    ``emptied``: layers that are gone only now; what was left of others before is code that is in the record.
+    ``replaced``: layers and norms that are gone only now; what was left of others before is code that is in the record.
     ``decides``: the code decides by values. Where another way was taken, ``strayed``, the last of ``failed`` is there.
     """
     device = next((x.device for x in tree_leaves(inputs) if isinstance(x, Tensor)), torch.device("cpu"))
@@ -286,7 +305,7 @@ def compare_ops(
 
     handles = []
     for name, module in twin.named_modules():
-        if isinstance(module, Scatter) or (isinstance(module, ZeroLayer) and name in emptied):
+        if isinstance(module, Scatter) or (isinstance(module, ZeroLayer) and name in replaced):
             handles.append(module.register_forward_pre_hook(rest))
             handles.append(module.register_forward_hook(work))
     try:
@@ -294,10 +313,20 @@ def compare_ops(
             call_model(twin, inputs)
         if decides and mode.at < len(records):
             raise OtherPathError("the code finished earlier than for the unpruned network")
-    except Exception as error:  # the user's own check of a size, between two ops
+    except Exception as error:  # between two ops: because of a module that was replaced, or a check of a size
+        mode.asked, mode.asked_at = find_asked_modules(twin, error, replaced), find_raising_line(error)
         mode.took_other_path = decides and isinstance(error, OtherPathError)
-        mode.failed.append(records[min(mode.at, len(records) - 1)])
+        if not mode.asked:
+            mode.failed.append(records[min(mode.at, len(records) - 1)])
     finally:
         for h in handles:
             h.remove()
     return mode
+
+
+def find_asked_modules(twin: nn.Module, error: Exception, replaced: Collection[str]) -> list[str]:
+    """Return the replaced module that lacks an attribute; all of them where a property of the user's hides which."""
+    if not isinstance(error, AttributeError):
+        return []
+    asked = [name for name in replaced if twin.get_submodule(name) is error.obj]
+    return asked or sorted(replaced)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,11 +78,21 @@ def find_user_line() -> str:
     """``file.py:12``: the innermost line that is neither torch's nor ours."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((f"{TORCH}/", SOSP_FOLDER, "<")):
-            return f"{Path(file).name}:{frame.f_lineno}"
+        if _is_user_code(frame.f_code):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
+
+
+def find_raising_line(error: Exception) -> str:
+    """``file.py:12``: the innermost such line that an error came through."""
+    lines = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    found = [f"{Path(code.co_filename).name}:{line}" for code, line in lines if _is_user_code(code)]
+    return found[-1] if found else "?"
+
+
+def _is_user_code(code: CodeType) -> bool:
+    return not code.co_filename.startswith((f"{TORCH}/", SOSP_FOLDER, "<"))
 
 
 def find_forward_code(model: Any) -> CodeType | None:
