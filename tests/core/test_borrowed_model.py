@@ -1,5 +1,6 @@
 """The user's model is borrowed: whatever is done with it, and however that ends, it comes back as it was."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -165,6 +166,32 @@ def test_nothing_changes_when_the_data_fails() -> None:
 # --- models that keep something from their last forward pass
 
 
+def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+    raise TypeError("this container is frozen")
+
+
+def share(self: Any, memo: Any) -> Any:
+    """Copying is no change: what cannot change may be shared."""
+    return self
+
+
+class FrozenDict(dict):
+    __deepcopy__ = share
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = refuse
+
+
+class FrozenOrder(OrderedDict):
+    """A configuration of the diffusers package is one."""
+
+    __deepcopy__ = share
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = refuse
+
+
+class FrozenList(list):
+    __deepcopy__ = share
+    __setitem__ = __delitem__ = append = clear = extend = insert = pop = refuse
+
+
 class Keeper(nn.Module):
     """A network with a memory; ``keep`` is called with the module and its features on every forward pass."""
 
@@ -177,6 +204,8 @@ class Keeper(nn.Module):
         self.keep, self.calls, self.features = keep, 0, None
         self.seen: list[Tensor] = []
         self.named = {"x": 0}
+        self.frozen, self.order, self.items = FrozenDict(x=0), FrozenOrder(), FrozenList([0])
+        OrderedDict.__setitem__(self.order, "x", 0)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.fc(x))
@@ -201,6 +230,10 @@ KEEPS: dict[str, Callable[[Any, Tensor], object]] = {
     "its features, in a new place": lambda m, x: setattr(m, "last", [x]),
     "its features, in a list": lambda m, x: m.seen.append(x),
     "its features, in a dict": lambda m, x: m.named.update(x=x, y=x),
+    "nothing": lambda m, x: None,
+    "its features, in a frozen dict": lambda m, x: dict.__setitem__(m.frozen, "x", x),
+    "its features, in a frozen order": lambda m, x: OrderedDict.__setitem__(m.order, "y", x),
+    "its features, in a frozen list": lambda m, x: list.append(m.items, x),
     "a hook": lambda m, x: m.fc.register_forward_hook(lambda *_: None),
     "the mode": lambda m, x: m.train(),
 }

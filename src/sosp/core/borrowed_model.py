@@ -85,7 +85,7 @@ def _preserve_attributes(model: nn.Module) -> Iterator[None]:
     modes = [(m, m.training) for m, _ in attributes]
     # Buffers, hooks and whatever else a module keeps in a dictionary or a list.
     containers = [c for _, before in attributes for c in before.values() if isinstance(c, (dict, list))]
-    kept: list[Any] = [(c, (dict(c) if isinstance(c, dict) else list(c)) if c else ()) for c in containers]
+    kept: list[Any] = [(c, dict(c) if isinstance(c, dict) else list(c)) for c in containers]
     try:
         yield
     finally:
@@ -122,13 +122,28 @@ def _preserve_requires_grad(model: nn.Module) -> Iterator[None]:
 
 
 def restore(now: Any, before: Any) -> None:
-    """Give a dictionary or a list its old entries back, and their order."""
+    """Give a dictionary or a list its old entries back, and their order; leave it alone if it has them.
+
+    The user's own kind may refuse to be changed (a frozen dictionary), or do more than that when it is.
+    """
+    if _has_entries(now, before):
+        return
     if isinstance(now, list):
-        now[:] = before
-    elif now or before:
-        if list(now) != list(before):
-            now.clear()
-        now.update(before)
+        list.__setitem__(now, slice(None), before)
+        return
+    kind = OrderedDict if isinstance(now, OrderedDict) else dict  # it keeps its order by itself
+    kind.clear(now)
+    for key, value in before.items():
+        kind.__setitem__(now, key, value)
+
+
+def _has_entries(now: Any, before: Any) -> bool:
+    """The very same entries, in the same order."""
+    if len(now) != len(before):
+        return False
+    if isinstance(now, list):
+        return all(a is b for a, b in zip(now, before, strict=True))
+    return all(a is b and now[a] is before[b] for a, b in zip(now, before, strict=True))
 
 
 def group_tensors(tensors: list[Tensor]) -> list[list[Tensor]]:
