@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -656,3 +656,76 @@ def test_recurrent_ops_are_not_tried_out(
     assert not {"lstm", "gru"} & set(tried)
     (pin,) = (p for p in flow.pinned if p.op in ("lstm", "gru"))
     assert (pin.layers, pin.why) == (("words",), f"{pin.op} mixes the channels it is given")
+
+
+# --- ops that are not tried out
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the ops that are tried out on small random tensors."""
+    names: list[str] = []
+    run = ops.OpCall.run
+
+    def noted(self: ops.OpCall, leaves: Any) -> list[Tensor]:
+        names.append(self.name)
+        return run(self, leaves)
+
+    monkeypatch.setattr(ops.OpCall, "run", noted)
+    return names
+
+
+class WeightNormed(Middle):
+    """Slices of a weight of length one: per filter, per input, or per place of the kernel as in HuBERT."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.conv2 = nn.utils.parametrizations.weight_norm(self.conv2, dim=dim)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 3])
+def test_weight_norm_is_followed_in_pieces(dim: int, tried: list[str]) -> None:
+    """Of a scale that is shorter than it should be, torch's private op for it reads past the end."""
+    torch.manual_seed(0)
+    model, x = WeightNormed(dim), picture()
+    flow = sosp.trace(model, x)
+    assert "_weight_norm" not in tried
+    assert ("conv2" in {name for record in flow.pinned for name in record.layers}) == (dim > 0)
+    for removed in ({"conv1": [1], "conv2": [0, 2]}, {"conv1": [0, 1, 2]}):
+        mask = sosp.Mask.from_removed(model, removed, x)
+        check_close(sosp.shrink(model, mask, x), sosp.masked(model, mask), x)
+
+
+class Private(Middle):
+    def middle(self, x: Tensor) -> Tensor:
+        return torch._softmax(x, 1, False)
+
+
+class Foreign(Middle):
+    """It has the name of an op of torch that moves channels, and does something else."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        return torch.ops.sosp_tests.roll(x)
+
+
+@pytest.fixture
+def roll() -> Iterator[None]:
+    library = torch.library.Library("sosp_tests", "DEF")
+    library.define("roll(Tensor x) -> Tensor")
+    library.impl("roll", lambda x: x.cumsum(1), "CPU")
+    library.impl("roll", torch.empty_like, "Meta")
+    library.impl("roll", lambda x: x.cumsum(1), "AutogradCPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("cls", [Private, Foreign])
+def test_ops_that_may_not_check_their_arguments_are_not_tried_out(
+    cls: type[Middle], roll: None, tried: list[str]
+) -> None:
+    model, x = made(cls), picture()
+    flow = sosp.trace(model, x)
+    assert not {"_softmax", "roll", "sosp_tests.roll"} & set(tried)
+    assert "mixes the channels" in reason(flow)[2]
+    mask = sosp.Mask.from_removed(model, {"conv1": [1], "conv2": [0, 2]}, x)
+    check_close(sosp.shrink(model, mask, x), sosp.masked(model, mask), x)

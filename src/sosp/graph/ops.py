@@ -47,6 +47,7 @@ NUMBERS = frozenset(
     {"item", "tolist", "numpy", "__int__", "__float__", "__index__"}
 )  # what they give may be computed with
 SIZES = frozenset({"shape", "size", "__len__", "numel", "nelement", "stride"})
+CUSTOM = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # called by way of torch.ops
 TORCH = str(Path(torch.__file__).parent)
 SOSP_FOLDER = str(Path(__file__).parent.parent)
 
@@ -60,12 +61,26 @@ def find_op_name(func: Callable[..., Any]) -> str:
     except TypeError:
         return getattr(func, "__name__", str(func))
     if found is None:
-        parts = (resolve_name(func) or getattr(func, "__name__", str(func))).split(".")
+        name = resolve_name(func) or getattr(func, "__name__", str(func))
+        parts = name.split(".")
         found = parts[-2] if parts[-1] == "__get__" and len(parts) > 1 else parts[-1]
+        if isinstance(func, CUSTOM) and parts[0] != "aten":  # what it does is not what torch's op of that name does
+            found = name
         if not found.startswith("__"):
             found = found.rstrip("_")
         _names[func] = found
     return found
+
+
+def checks_arguments(func: Callable[..., Any]) -> bool:
+    """Whether an op refuses shapes that do not fit: torch's public ones do.
+
+    Private ones (``torch._weight_norm``) leave that to their callers, and nothing is known of those of other packages
+    (``torch.ops.package.op``). On shapes that they do not expect they may write past the end of a tensor.
+    """
+    package, *parts = (resolve_name(func) or "?").split(".")
+    private = any(part.startswith("_") and not part.startswith("__") for part in parts)
+    return package in ("torch", "aten", "prims") and not private
 
 
 def collect_numbers(name: str, leaves: Iterable[Any]) -> tuple[float, ...]:
@@ -153,6 +168,11 @@ def skip_override_checks() -> Iterator[None]:
         functional.has_torch_function = before
 
 
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """In pieces: every slice of v is divided by its length, and multiplied by that in g."""
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
 def glu(input: Tensor, dim: int = -1) -> Tensor:
     """In pieces: one half times the sigmoid of the other."""
     a, b = input.chunk(2, dim)
@@ -177,6 +197,7 @@ def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
 
 # Followed as the simpler ops they are made of, which say which of their sizes are free.
 DECOMPOSED: dict[str, Callable[..., Tensor]] = {
+    "_weight_norm": weight_norm,
     "glu": glu,
     "channel_shuffle": channel_shuffle,
     "pixel_shuffle": pixel_shuffle,

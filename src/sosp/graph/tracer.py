@@ -38,6 +38,7 @@ from sosp.graph.ops import (
     UNTRIED,
     VALUES,
     OpCall,
+    checks_arguments,
     collect_numbers,
     find_forward_code,
     find_frame,
@@ -194,7 +195,7 @@ class Tracer(TorchFunctionMode):
             moved = self.move_elements(call, given)
             if moved is not None:
                 return list(moved), True
-        untried = call.name in UNTRIED
+        untried = call.name in UNTRIED or not checks_arguments(call.func)
         alike = None if untried else label_channelwise_op(self.registry, call, given)
         if alike is not None:
             return list(alike), False
