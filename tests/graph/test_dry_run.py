@@ -125,3 +125,56 @@ def test_a_network_that_asks_is_pruned(cls: type[Asking], groups: str) -> None:
     data = X, torch.tensor([0, 1, 2, 0])
     pruned = sosp.prune(build(cls), data, params=0.6, groups=groups)
     assert pruned.cost_after.params <= 0.6 * pruned.cost_before.params
+
+
+# --- reshapes whose -1 stands for tokens
+
+
+class Attention(nn.Module):
+    """As many families of language models write it: -1 is the number of tokens, not that of heads."""
+
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.q, self.k, self.v = (nn.Linear(8, heads * width) for _ in range(3))
+        self.out = nn.Linear(heads * width, 8)
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(len(x), -1, self.heads, self.width).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(layer(x)) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+class Sentence(nn.Module):
+    """With ``decides``, the code also looks at values, so that real numbers are followed."""
+
+    def __init__(self, heads: int, width: int, decides: bool) -> None:
+        super().__init__()
+        self.decides = decides
+        self.embed, self.attention, self.head = nn.Linear(5, 8), Attention(heads, width), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.decides and bool((x > 99).all()):
+            x = x * 2
+        x = self.embed(x)
+        return self.head(F.relu(x + self.attention(x)).mean(1))
+
+
+@pytest.mark.filterwarnings("ignore::sosp.graph.forward_code.PathWarning")
+@pytest.mark.parametrize("groups", ["independent", "coupled"])
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize(("heads", "width"), [(2, 4), (4, 2)])
+def test_channels_are_never_read_as_tokens(heads: int, width: int, ratio: float, groups: str) -> None:
+    """Half of the channels give half of the tokens; what the code does with values changes nothing of that."""
+    x = torch.randn(8, 8, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    left = []
+    for decides in (False, True):
+        torch.manual_seed(0)
+        model = Sentence(heads, width, decides).double()
+        pruned = sosp.prune(model, (x, torch.arange(8) % 3), ratio=ratio, groups=groups)
+        left.append(widths(pruned.model))
+        assert pruned.cost_after.params < pruned.cost_before.params
+    assert left[0] == left[1]
