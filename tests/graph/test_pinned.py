@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import sosp
 from networks import case, convolutions, mixing, movement, norms, tokens
-from sosp.errors import StructureError
 
 
 def line_of(module: ModuleType, text: str) -> str:
@@ -66,9 +65,7 @@ class Watched(nn.Module):
 def test_what_is_computed_beside_the_output_stays(ratio: float) -> None:
     torch.manual_seed(0)
     model, x = Watched().eval(), torch.randn(30, 8)
-    with pytest.raises(StructureError, match=r"exclude=\['probe\.0'\]"):
-        sosp.prune(model, (x, torch.arange(30) % 5), ratio=ratio)
-    found = sosp.prune(model, (x, torch.arange(30) % 5), ratio=ratio, exclude=["probe"], repair=False)
+    found = sosp.prune(model, (x, torch.arange(30) % 5), ratio=ratio, repair=False)
     masked, params = sosp.masked(model, found.mask), sum(p.numel() for p in found.model.parameters())
     torch.testing.assert_close(found.model(x), masked(x))
     torch.testing.assert_close(found.model.seen, masked.seen)

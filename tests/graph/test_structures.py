@@ -719,3 +719,97 @@ def test_channels_that_become_a_constant_are_not_coupled() -> None:
     found = sosp.find_structures(nn.Sequential(*layers), torch.randn(4, 3), groups="coupled")
     assert [layer.name for layer in found.layers] == ["0", "2"]
     assert [ids.tolist() for ids in found.ids] == [[-1] * 6, [0, 1, 2, 3, 4, 5]]
+
+
+# --- layers that do not reach the output
+
+
+class WithPooler(nn.Module):
+    """The state of the first token goes through a layer that nothing reads, as in a BERT under a token head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.pooler, self.fc2, self.head = nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(6, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, T, 4)
+        x = F.relu(self.fc1(x))
+        torch.tanh(self.pooler(x[:, 0]))
+        return self.head(F.relu(self.fc2(x)))
+
+
+class WithIndexer(nn.Module):
+    """A layer says which tokens the others see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.index, self.fc2, self.head = nn.Linear(4, 6), nn.Linear(6, 1), nn.Linear(6, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, T, 4)
+        x = F.relu(self.fc1(x))
+        best = self.index(x).topk(2, 1).indices.expand(-1, -1, x.shape[-1])
+        return self.head(F.relu(self.fc2(x.gather(1, best))))
+
+
+class WithDetachedFeature(nn.Module):
+    """A feature is added that learns nothing from the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.side, self.fc2, self.head = nn.Linear(4, 6), nn.Linear(6, 7), nn.Linear(6, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, T, 4)
+        x = F.relu(self.fc1(x))
+        return self.head(F.relu(self.fc2(x) + self.side(x).detach()))
+
+
+class WithTargetBranch(WithDetachedFeature):
+    """The same feature is computed without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.fc1(x))
+        with torch.no_grad():
+            side = self.side(x)
+        return self.head(F.relu(self.fc2(x) + side))
+
+
+ASIDE = {WithPooler: "pooler", WithIndexer: "index", WithDetachedFeature: "side", WithTargetBranch: "side"}
+
+
+def random_tokens(model: type[nn.Module]) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return model().double().eval(), torch.randn(5, 4, 4).double()
+
+
+@pytest.mark.filterwarnings("ignore::sosp.scoring.passes.SlowPathWarning")  # no_grad has no fast way
+@pytest.mark.parametrize("model", ASIDE)
+@pytest.mark.parametrize("groups", ["independent", "coupled"])
+def test_a_layer_that_does_not_reach_the_output_stays(model: type[nn.Module], groups: str) -> None:
+    net, x = random_tokens(model)
+    aside = net.get_submodule(ASIDE[model])
+    pruned = sosp.prune(net, (x, torch.zeros_like(net(x))), loss="mse", ratio=0.4, groups=groups)
+    assert ASIDE[model] not in pruned.mask.removed
+    assert pruned.mask.removed
+    assert pruned.model.get_submodule(ASIDE[model]).out_features == aside.out_features
+    # Sums of at most 7 terms in double precision.
+    torch.testing.assert_close(pruned.model(x), sosp.masked(net, pruned.mask)(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("model", ASIDE)
+def test_single_weights_of_a_layer_that_does_not_reach_the_output_stay(model: type[nn.Module]) -> None:
+    net, x = random_tokens(model)
+    found = sosp.find_structures(net, x, kind="weights")
+    assert {layer.name.partition(".")[0] for layer in found.layers} == {"fc1", "fc2", "head"}
+
+
+@pytest.mark.parametrize("kind", ["filters", "blocks", "weights"])
+def test_no_layer_that_reaches_the_output_is_an_error(kind: str) -> None:
+    class Shadow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.fc2(self.fc1(x)).detach()
+
+    with pytest.raises(StructureError, match=r"'fc1', 'fc2' run, but .*output does not depend .*\.detach\(\)"):
+        sosp.find_structures(Shadow(), torch.randn(2, 4), kind=kind)

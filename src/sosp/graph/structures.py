@@ -16,6 +16,7 @@ from sosp.core.layers import LAYERS, find_channel_axis, find_layer_type
 from sosp.errors import ArgumentError, StructureError, check_choice, suggest_name
 from sosp.graph.flow import Flow, follow_channels
 from sosp.graph.flow import trace as trace_flow
+from sosp.graph.forward_code import format_names
 from sosp.graph.records import Layer, Structures
 from sosp.graph.wiring import LayerTrace, trace_layers
 
@@ -45,6 +46,9 @@ def find_structures(
     tie together, so that removing it needs no scatter); or a list of groups. ``{"conv1": [0], "conv2": [0, 1]}`` makes
     those channels one structure; ``["conv1", "conv2"]`` ties channel i of one layer to channel i of the other.
     ``exclude``: names, glob patterns or modules; a container's name excludes everything in it.
+
+    A layer that runs but does not reach the output differentiably (a pooler that nothing reads, an index, a detached
+    feature) has no structures: no derivative says what removing its channels would do.
     """
     check_network(model)
     check_choice("kind", kind, KINDS)
@@ -52,16 +56,10 @@ def find_structures(
     _check_groups(groups, kind)
     excluded = find_excluded_names(model, exclude, parameters=kind == "weights")
     seen = trace_layers(model, example, lambda m: find_layer_type(m) is not None)
+    _refuse_unreached(seen)
     if kind == "weights":
-        return _weights(model, seen, excluded)
-    left = [n for n in seen.order if n not in excluded]
-    for name in left:
-        if name in seen.cut_off:
-            raise StructureError(
-                f"{name!r} is computed, but the model's output does not depend on it differentiably (torch.no_grad, "
-                f".detach() or an integer conversion after it?). Exclude it with exclude=[{name!r}]."
-            )
-    left = [n for n in left if n not in seen.output_layers]
+        return _weights(model, seen, excluded | seen.cut_off)
+    left = [n for n in seen.order if n not in excluded | seen.cut_off | seen.output_layers]
     if not left:
         raise StructureError(
             "the model has no prunable structure: no convolution or linear layer was called before the output layer"
@@ -155,6 +153,15 @@ def _entries(exclude: Exclude) -> list[str | nn.Module]:
         if not isinstance(entry, (str, nn.Module)):
             raise ArgumentError(f"exclude holds {entry!r}; it takes names, patterns ('layer1.*') and modules.")
     return entries
+
+
+def _refuse_unreached(seen: LayerTrace) -> None:
+    """Refuse a network none of whose layers reaches the output differentiably."""
+    if seen.order and seen.cut_off.issuperset(seen.order):
+        raise StructureError(
+            f"{format_names(tuple(map(repr, seen.order)))} run, but the model's output does not depend on any layer "
+            "differentiably. Look for torch.no_grad, .detach() or an integer conversion (argmax) after them."
+        )
 
 
 def _refuse_shared(model: nn.Module, names: list[str]) -> None:
