@@ -813,3 +813,41 @@ def test_no_layer_that_reaches_the_output_is_an_error(kind: str) -> None:
 
     with pytest.raises(StructureError, match=r"'fc1', 'fc2' run, but .*output does not depend .*\.detach\(\)"):
         sosp.find_structures(Shadow(), torch.randn(2, 4), kind=kind)
+
+
+# --- layers that share a parameter
+
+
+class TiedAutoencoder(nn.Module):
+    """Two blocks of a decoder have the weights of the encoder's, each in modules of its own."""
+
+    def __init__(self, key: str = "weight") -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.head = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.encoder, self.decoder = (nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6)) for _ in range(2))
+        for i in (0, 2):
+            setattr(self.decoder[i], key, getattr(self.encoder[i], key))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.encoder(F.relu(self.fc1(x))))
+        return self.head(F.relu(self.decoder(F.relu(self.fc2(x)))))
+
+
+@pytest.mark.parametrize("key", ["weight", "bias"])
+@pytest.mark.parametrize("groups", ["independent", "coupled"])
+def test_layers_that_share_a_parameter_stay(key: str, groups: str) -> None:
+    torch.manual_seed(0)
+    net, x = TiedAutoencoder(key).double().eval(), torch.randn(7, 4).double()
+    pruned = sosp.prune(net, (x, torch.zeros(7, 3).double()), loss="mse", ratio=0.3, groups=groups)
+    assert {layer.name for layer in pruned.saliency.structures.layers} == {"fc1", "fc2"}
+    assert {n: pruned.model.get_submodule(n).out_features for n in ("encoder.0", "decoder.2")} == {
+        "encoder.0": 5,
+        "decoder.2": 6,
+    }
+    # Sums of at most 7 terms in double precision.
+    torch.testing.assert_close(pruned.model(x), sosp.masked(net, pruned.mask)(x), rtol=0, atol=1e-12)
+
+
+def test_one_of_the_layers_that_share_a_parameter_can_lose_channels_if_the_other_is_excluded() -> None:
+    found = sosp.find_structures(TiedAutoencoder(), torch.randn(2, 4), exclude=["decoder"])
+    assert [layer.name for layer in found.layers] == ["fc1", "encoder.0", "encoder.2", "fc2"]

@@ -48,7 +48,8 @@ def find_structures(
     ``exclude``: names, glob patterns or modules; a container's name excludes everything in it.
 
     A layer that runs but does not reach the output differentiably (a pooler that nothing reads, an index, a detached
-    feature) has no structures: no derivative says what removing its channels would do.
+    feature) has no structures: no derivative says what removing its channels would do. Neither have layers that share
+    a parameter, unless all but one of them are excluded. One module that is called several times is an ordinary layer.
     """
     check_network(model)
     check_choice("kind", kind, KINDS)
@@ -66,7 +67,7 @@ def find_structures(
             + (", or exclude= leaves none" if excluded else "")
             + f". Supported layers: {', '.join(t if isinstance(t, str) else t.__name__ for t in LAYERS)}."
         )
-    _refuse_shared(model, left)
+    left = _leave_shared(model, left)
     flow = _flow(model, example, tried_out=groups == "coupled")
     if flow is not None:  # what ran by chance of a few more rows is not known to the surgery
         flow.warn()
@@ -164,17 +165,24 @@ def _refuse_unreached(seen: LayerTrace) -> None:
         )
 
 
-def _refuse_shared(model: nn.Module, names: list[str]) -> None:
-    """Each weight may belong to one structure only (the paper, Sec. 2)."""
-    owners: dict[int, str] = {}
+def _leave_shared(model: nn.Module, names: list[str]) -> list[str]:
+    """Return the layers that share no parameter with another: a weight belongs to one structure (the paper, Sec. 2).
+
+    The channels of the others could only be removed from all of them at once.
+    """
+    owners: dict[int, list[str]] = {}
     for name in names:
         for key, p in model.get_submodule(name).named_parameters(recurse=False):
-            other = owners.setdefault(id(p), name)
-            if other != name:
-                raise StructureError(
-                    f"{name!r} and {other!r} share the parameter {key!r}: a channel of one cannot be removed without "
-                    f"the other's. Exclude one of them, exclude=[{name!r}], or both."
-                )
+            owners.setdefault(id(p), []).append(f"{name}.{key}")
+    shared = [paths for paths in owners.values() if len(paths) > 1]
+    layers = {path.rpartition(".")[0] for paths in shared for path in paths}
+    if names and layers.issuperset(names):
+        pairs = format_names(tuple(" = ".join(map(repr, paths)) for paths in shared))
+        raise StructureError(
+            f"every layer that could be pruned shares a parameter with another one ({pairs}): a channel of one cannot "
+            f"be removed without the other's. Give each layer its own copy, or exclude one, exclude=[{names[-1]!r}]."
+        )
+    return [n for n in names if n not in layers]
 
 
 def _refuse_computed(model: nn.Module, name: str) -> None:
