@@ -17,7 +17,16 @@ import sosp
 from networks import SCORED_EXAMPLES, Case, case
 from oracles import dense, gauss_newton
 from oracles.theta import thetas
-from sosp.core.batches import PAIR, Chunk, iterate_chunks, resize_chunks
+from sosp.core.batches import (
+    PAIR,
+    Chunk,
+    distribute_examples,
+    find_batch_size,
+    iterate_chunks,
+    open_data_once,
+    resize_chunks,
+    take_examples,
+)
 from sosp.errors import DataError
 
 METHODS = ("sosp-h", "sosp-i", "sosp-i-diagonal", "first-order", "exact")  # those that differentiate the loss
@@ -372,3 +381,54 @@ def test_an_autoencoder_is_scored_and_repaired_with_both_batches() -> None:
     assert two.repaired is not None
     assert two.repaired.examples == 80
     assert two.mask == one.mask
+
+
+# --- tensors whose first axes differ
+
+
+def zeros(*lengths: int) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros(n, 2) for n in lengths)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size"),
+    [((), None), ((4,), 4), ((4, 9), 4), ((9, 4, 4), 4), ((4, 9, 9, 1), 9), ((1, 1, 6), 1), ((7, 5, 3), 7)],
+)
+def test_the_batch_size_is_the_first_axis_that_most_tensors_share(lengths: tuple[int, ...], size: int | None) -> None:
+    assert find_batch_size(zeros(*lengths)) == size
+
+
+def test_a_tensor_with_another_first_axis_stays_whole() -> None:
+    assert [len(x) for x in take_examples(zeros(588, 3, 3), 2)] == [588, 2, 2]
+
+
+def patches(examples: int) -> dict[str, Tensor]:
+    """Five patches of an image for each text."""
+    return {
+        "patches": torch.zeros(5 * examples, 2),
+        "tokens": torch.zeros(examples, 4),
+        "labels": torch.zeros(examples, dtype=torch.long),
+    }
+
+
+def test_a_batch_whose_rows_are_not_its_examples_is_never_cut() -> None:
+    batch = patches(12)
+    (chunk,) = iterate_chunks([batch], 3, None)
+    assert not chunk.divisible
+    assert chunk.size == 12
+    assert [len(c.inputs["tokens"]) for c in resize_chunks([chunk, chunk], 5)] == [12, 12]
+    assert [c.size for c in distribute_examples([chunk, chunk, chunk], 1, 2)] == [12]
+    example, _ = open_data_once([batch], torch.device("cpu"), keep=False)
+    assert [len(example[key]) for key in batch] == [60, 12, 12]
+
+
+def test_targets_tell_the_batch_size_where_inputs_do_not() -> None:
+    (chunk,) = iterate_chunks([(zeros(60, 12), torch.zeros(12))], None, None)
+    assert chunk.size == 12
+    chunks = list(iterate_chunks((zeros(60, 12), torch.zeros(12)), 5, None))
+    assert [[len(x) for x in c.inputs] for c in chunks] == [[60, 5]]
+
+
+def test_one_row_for_all_examples_does_not_stop_a_batch_from_being_cut() -> None:
+    (chunk,) = iterate_chunks([{"x": torch.zeros(9, 2), "y": torch.zeros(9), "places": torch.zeros(1, 2)}], None, None)
+    assert [c.size for c in resize_chunks([chunk], 4)] == [4, 4, 1]

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import sosp
+from helpers.unchanged import check_unchanged
 from sosp.errors import StructureError, SurgeryError
-from sosp.graph.forward_code import PathWarning, format_names
+from sosp.graph.forward_code import PathWarning, find_model_error, format_names
+from sosp.graph.tracer import Tracer
+from sosp.graph.wiring import Recorder
 from sosp.surgery import shrink
 
 PATHS = pytest.mark.filterwarnings("ignore::sosp.graph.forward_code.PathWarning")
@@ -385,3 +388,107 @@ def test_three_names_are_listed_and_the_rest_counted() -> None:
     assert format_names(("a", "b", "c")) == "a, b, c"
     assert format_names(("a", "b", "c", "d")) == "a, b, c and 1 more"
     assert format_names(("a", "b", "c", "d", "e")) == "a, b, c and 2 more"
+
+
+# --- batches whose tensors have first axes that differ
+
+
+class Illustrated(nn.Module):
+    """Every text has an image, and the images are laid out as one list of patches; texts know how many are theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.token, self.mix, self.head = nn.Linear(2, 5), nn.Linear(3, 5), nn.Linear(5, 6), nn.Linear(6, 4)
+
+    def forward(self, patches: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
+        images = self.patch(patches).relu().split(counts.tolist())
+        x = torch.stack([image.mean(0) for image in images]) + self.token(tokens).mean(1).relu()
+        return self.head(self.mix(x).relu())
+
+
+class Owned(Illustrated):
+    """The same without a look at values: an index array says whose a patch is."""
+
+    def forward(self, patches: Tensor, tokens: Tensor, owner: Tensor) -> Tensor:
+        images = torch.zeros(len(tokens), 5, dtype=patches.dtype, device=patches.device)
+        images = images.index_add(0, owner, self.patch(patches).relu())
+        return self.head(self.mix(images + self.token(tokens).mean(1).relu()).relu())
+
+
+def illustrated(model: type[nn.Module], examples: int) -> dict[str, Tensor]:
+    """Texts of seven tokens with one to three patches each."""
+    generator = torch.Generator().manual_seed(2)
+    counts = torch.arange(examples) % 3 + 1
+    total = int(counts.sum())
+    places = {"counts": counts} if model is Illustrated else {"owner": torch.arange(examples).repeat_interleave(counts)}
+    return {
+        "patches": torch.randn(total, 2, generator=generator).double(),
+        "tokens": torch.randn(examples, 7, 3, generator=generator).double(),
+        **places,
+    }
+
+
+@PATHS
+@pytest.mark.parametrize("model", [Illustrated, Owned])
+@pytest.mark.parametrize("examples", [1, 3, 12])
+def test_a_model_that_runs_only_on_its_whole_batch_is_pruned(model: type[nn.Module], examples: int) -> None:
+    net, x = made(model).double(), illustrated(model, examples)
+    data = [(x, torch.arange(examples) % 4)] * 2
+    pruned = sosp.prune(net, data, ratio=0.4, examples=2)
+    assert {layer.name for layer in pruned.saliency.structures.layers} == {"patch", "token", "mix"}
+    assert pruned.cost_after.params < pruned.cost_before.params
+    # Sums of at most 7 terms in double precision.
+    torch.testing.assert_close(pruned.model(**x), sosp.masked(net, pruned.mask)(**x), atol=1e-12, rtol=0)
+
+
+# --- whose error it is
+
+
+def test_an_error_of_the_trace_is_not_reported_as_one_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise IndexError("ours")
+
+    monkeypatch.setattr(Tracer, "label_outputs", fail)
+    words = r"cannot be followed: IndexError: ours\. The model itself runs on the example.*report it"
+    with pytest.raises(StructureError, match=words):
+        sosp.trace(made(Branch), noise(5))
+
+
+def test_an_error_of_the_recorder_is_not_reported_as_one_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise IndexError("ours")
+
+    monkeypatch.setattr(Recorder, "size", fail)
+    with pytest.raises(
+        StructureError, match=r"cannot be traced .*IndexError: ours\. The model itself runs .*report it"
+    ):
+        sosp.find_structures(made(Branch), noise(5))
+
+
+@pytest.mark.parametrize("job", [sosp.trace, sosp.find_structures])
+def test_an_error_of_the_model_is_reported_as_its_own(job: Callable[..., Any]) -> None:
+    class Fails(Branch):
+        def forward(self, x: Tensor) -> Tensor:
+            raise IndexError("theirs")
+
+    with pytest.raises(StructureError, match=r"does not run on the example \(shapes \(5, 6\)\): IndexError: theirs"):
+        job(made(Fails), noise(5))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_looking_for_the_error_of_a_model_leaves_no_trace(training: bool) -> None:
+    class Counts(Branch):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.kept = self.norm(super().forward(x))
+            return torch.rand(()) * self.kept
+
+    model = made(Counts).train(training)
+    with check_unchanged(model):
+        assert find_model_error(model, noise(5)) is None
+        assert isinstance(find_model_error(model, noise(5)[:, :2]), RuntimeError)

@@ -8,6 +8,7 @@ arguments with ``labels``. Numpy arrays may stand in place of tensors.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,8 +68,14 @@ class Chunk:
             row -= count
         raise IndexError(row)
 
+    @property
+    def divisible(self) -> bool:
+        """Whether rows are all that belongs to an example: patches, graphs and grids have a first axis of their own."""
+        tensors = [x for x in tree_leaves((self.inputs, self.targets)) if isinstance(x, Tensor) and x.dim()]
+        return all(len(x) in (1, self.size) for x in tensors)
+
     def rows(self, start: int, stop: int) -> Chunk:
-        """The examples ``start:stop``."""
+        """The examples ``start:stop``; a tensor whose first axis is not that of the examples stays whole."""
         cut = tree_map(lambda x: x[start:stop] if _by_example(x, self.size) else x, (self.inputs, self.targets))
         origin: list[ExampleRange] = []
         at = 0
@@ -98,7 +105,7 @@ def copy_inputs(inputs: Any) -> Any:
 
 
 def take_examples(inputs: Any, most: int) -> Any:
-    """At most so many examples of inputs, all of whose tensors hold one row per example or something else."""
+    """At most so many examples; a tensor whose first axis is not that of the examples stays whole."""
     return slice_examples(inputs, 0, most)
 
 
@@ -129,13 +136,14 @@ def iterate_chunks(
     inputs may come without targets, as a tensor or as batches of them. (inputs, targets) is a tuple: a list of tensors
     of one kind is a list of batches, also when there are two. ``device``: where the batches of a source, a dataset or
     arrays are put, by default where the model is. ``model``: whose inputs these are. It tells several inputs from
-    (inputs, targets), images from batches, and the precision of arrays.
+    (inputs, targets), images from batches, and the precision of arrays. A batch that is not divisible comes whole,
+    also where it has more examples than are left to take.
     """
     if examples is not None and (not is_whole(examples) or examples < 1):
         raise ArgumentError(f"examples={examples!r} must be a positive whole number, or None for all the data.")
     left = examples
     for chunk in _chunks(data, examples, generator, alone, describe_inputs(model, device)):
-        if left is not None and chunk.size > left:
+        if left is not None and chunk.size > left and chunk.divisible:
             chunk = chunk.rows(0, left)
         if chunk.size:
             yield chunk
@@ -148,14 +156,15 @@ def iterate_chunks(
 def distribute_examples(chunks: Iterable[Chunk], rank: int, ranks: int) -> Iterator[Chunk]:
     """The examples of process ``rank`` of ``ranks``: dealt out in turn, so that all have as many.
 
-    Dict batches are dealt out whole: their loss may be the model's own, a mean over the batch.
+    Dict batches are dealt out whole: their loss may be the model's own, a mean over the batch. So are batches that are
+    not divisible.
     """
     if ranks == 1:
         yield from chunks
         return
     seen = 0
     for k, chunk in enumerate(chunks):
-        if chunk.keyed:
+        if chunk.keyed or not chunk.divisible:
             yield from [chunk] * (k % ranks == rank)
             continue
         yield from (chunk.rows(i, i + 1) for i in range((rank - seen) % ranks, chunk.size, ranks))
@@ -339,10 +348,8 @@ def _split_pair(
     inputs: Any, targets: Tensor, examples: int | None, generator: torch.Generator | None
 ) -> Iterator[Chunk]:
     total = targets.shape[0]
-    if find_batch_size(inputs) != total:
-        raise DataError(
-            f"the inputs hold {find_batch_size(inputs)} examples and the targets {total}; give the same number of each."
-        )
+    if (size := _count_labelled(inputs, targets)) != total:
+        raise DataError(f"the inputs hold {size} examples and the targets {total}; give the same number of each.")
     for part in _draw_rows(total, examples, generator).split(PAIR):
         x, y = tree_map(lambda x, part=part: x[part.to(x.device)] if _by_example(x, total) else x, (inputs, targets))
         yield Chunk(x, y, tuple((None, i, 1) for i in part.tolist()))
@@ -357,11 +364,16 @@ def _draw_rows(total: int, examples: int | None, generator: torch.Generator | No
 
 
 def find_batch_size(inputs: Any) -> int | None:
-    """How many examples the inputs hold: the first dimension of their first tensor."""
-    for x in tree_leaves(inputs):
-        if isinstance(x, Tensor) and x.dim() > 0:
-            return x.shape[0]
-    return None
+    """How many examples the inputs hold: the first axis that most of their tensors share, or that of the first one."""
+    sizes = Counter(len(x) for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim() > 0)
+    return max(sizes, key=sizes.__getitem__, default=None)
+
+
+def _count_labelled(inputs: Any, targets: Any) -> int | None:
+    """How many examples the inputs hold: as many as the targets, if a tensor of theirs has as many rows."""
+    labelled = find_batch_size(targets)
+    rows = {len(x) for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim() > 0}
+    return labelled if labelled in rows else find_batch_size(inputs)
 
 
 def _plain(inputs: Any) -> Any:
@@ -379,7 +391,7 @@ def _chunk(batch: Any, index: int, alone: bool, form: InputForm) -> Chunk:
         return Chunk(dict(batch), batch.get("labels"), ((index, 0, _count(batch, index)),), keyed=True)
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         inputs, targets = _plain(form.stack_images(batch[0])), batch[1]
-        return Chunk(inputs, targets, ((index, 0, _count(inputs, index)),))
+        return Chunk(inputs, targets, ((index, 0, _count(inputs, index, targets)),))
     raise DataError(
         f"batch {index} is a {type(batch).__name__}"
         + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
@@ -389,8 +401,8 @@ def _chunk(batch: Any, index: int, alone: bool, form: InputForm) -> Chunk:
     )
 
 
-def _count(inputs: Any, index: int) -> int:
-    count = find_batch_size(inputs)
+def _count(inputs: Any, index: int, targets: Any = None) -> int:
+    count = _count_labelled(inputs, targets)
     if count is None:
         raise DataError(f"batch {index} holds no tensor with examples along its first dimension.")
     return count
@@ -399,7 +411,8 @@ def _count(inputs: Any, index: int) -> int:
 def resize_chunks(chunks: Iterable[Chunk], size: int) -> Iterator[Chunk]:
     """The same examples in chunks of ``size``, so that neither tiny nor huge loader batches slow a pass down.
 
-    Dict batches stay as they are (their loss may be the model's own, a mean over the batch), unless too large.
+    Dict batches stay as they are (their loss may be the model's own, a mean over the batch), unless too large. Batches
+    that are not divisible stay as they are in any case.
     """
     held: list[Chunk] = []
     for chunk in chunks:
@@ -416,7 +429,7 @@ def resize_chunks(chunks: Iterable[Chunk], size: int) -> Iterator[Chunk]:
 
 
 def _cut(chunk: Chunk, size: int) -> list[Chunk]:
-    if chunk.size <= size:
+    if chunk.size <= size or not chunk.divisible:
         return [chunk]
     return [chunk.rows(i, min(i + size, chunk.size)) for i in range(0, chunk.size, size)]
 

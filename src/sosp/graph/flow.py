@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from sosp.core.batches import call_model
 from sosp.core.borrowed_model import check_network, refuse_uninitialised
@@ -26,6 +25,7 @@ from sosp.graph.forward_code import (
     clone_inputs,
     copy_to_meta,
     count_library_frames,
+    find_running_rows,
     find_unused_modules,
     format_path_warning,
     isolate_forward,
@@ -293,14 +293,22 @@ def follow_channels(model: nn.Module, example: Any) -> Flow:
     refuse_uninitialised(model)
     try:
         return _trace(model, shorten_example(example), real=False)
-    except Exception:  # code that looks at values, or at tensors that are no buffers: run it with real numbers
-        try:
-            return _trace(model, shorten_example(example, REAL), real=True)
-        except StructureError:
-            raise
-        except Exception as error:  # it cannot even be copied
-            refuse_kept_tensors(model)
-            raise StructureError(f"the network cannot be followed: {type(error).__name__}: {error}") from error
+    except Exception:  # code that looks at values, at the number of rows, or at tensors that are no buffers
+        return _follow_values(model, find_running_rows(model, example, REAL))
+
+
+def _follow_values(model: nn.Module, rows: Any) -> Flow:
+    """The same with real numbers, on rows on which the model runs by itself: what fails now is not its own error."""
+    try:
+        return _trace(model, rows, real=True)
+    except StructureError:
+        raise
+    except Exception as error:
+        refuse_kept_tensors(model)  # it cannot even be copied
+        raise StructureError(
+            f"the network cannot be followed: {type(error).__name__}: {error}. The model itself runs on the example. "
+            "If copy.deepcopy(model) works as well, this is a bug in sosp: please report it, with the network."
+        ) from error
 
 
 def _trace(model: nn.Module, inputs: Any, real: bool) -> Flow:
@@ -312,11 +320,6 @@ def _trace(model: nn.Module, inputs: Any, real: bool) -> Flow:
         try:
             _pass(twin, inputs, mode, graph, values, real)
         except Exception as error:
-            if mode == "eval" and real:
-                shapes = tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, inputs)
-                raise StructureError(
-                    f"the model does not run on the example (shapes {shapes}): {type(error).__name__}: {error}"
-                ) from error
             if mode == "eval" or not real:
                 raise
             untraced[mode] = f"{type(error).__name__}: {error}"

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sosp.core.batches import find_batch_size
-from sosp.core.borrowed_model import disable_mha_fastpath, preserve_random_state
+from sosp.core.batches import call_model, copy_inputs, find_batch_size
+from sosp.core.borrowed_model import disable_mha_fastpath, preserve_random_state, preserve_state
 from sosp.core.layers import find_layer_type, is_norm
 from sosp.errors import StructureError
 from sosp.graph.channels import Decision, Graph, Ids, Pin
@@ -85,6 +85,41 @@ def shorten_example(example: Any, most: int = 2) -> Any:
 
 def _cut(x: Tensor, most: int) -> Tensor:
     return x[:most] if x.shape[0] > 1 else torch.cat([x, x])
+
+
+def find_running_rows(model: nn.Module, example: Any, most: int) -> Any:
+    """The first rows of the example, or the whole of it if the model does not run on some rows.
+
+    Code may count on its batch, and a tensor without a row per example (patches of images, a graph) stays whole.
+    """
+    some = shorten_example(example, most)
+    if find_model_error(model, some) is None:
+        return some
+    refuse_failing_model(model, example)
+    return example
+
+
+def refuse_failing_model(model: nn.Module, example: Any) -> None:
+    """Raise StructureError if the model itself fails on the whole example, whatever is done to follow it."""
+    error = find_model_error(model, example)
+    if error is not None:
+        shapes = tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, example)
+        raise StructureError(
+            f"the model does not run on the example (shapes {shapes}): {type(error).__name__}: {error}. Give the "
+            "example as model(...) takes it: a tensor, a tuple of arguments or a dict of keyword arguments."
+        ) from error
+
+
+def find_model_error(model: nn.Module, inputs: Any) -> Exception | None:
+    """What the model itself raises on these inputs, in eval mode and without our hooks; None if it runs."""
+    with isolate_forward(), preserve_state(model):
+        for m in model.modules():
+            m.training = False
+        try:
+            call_model(model, copy_inputs(inputs))
+        except Exception as error:
+            return error
+    return None
 
 
 def clone_inputs(inputs: Any, real: bool) -> Any:

@@ -14,7 +14,8 @@ from sosp.core.batches import call_model, copy_inputs, find_batch_size, take_exa
 from sosp.core.borrowed_model import borrow_model
 from sosp.core.layers import is_norm
 from sosp.core.losses import find_logits
-from sosp.errors import DataError, DifferentiationError, OutputError, StructureError
+from sosp.errors import DataError, DifferentiationError, OutputError, SospError, StructureError
+from sosp.graph.forward_code import refuse_failing_model
 from sosp.graph.records import INPUT, OUTPUT
 
 ROWS = 8  # of the example are run
@@ -98,12 +99,19 @@ def trace_layers(model: nn.Module, example: Any, is_layer: Callable[[nn.Module],
     """Run a few rows of ``example`` once and read the wiring off the graph behind the output."""
     _check_example_device(model, example)
     some = take_examples(example, ROWS)
-    try:
-        return _trace(model, some, is_layer)
-    except StructureError:
-        if _examples(some) == _examples(example):
+    for rows in [some] if _examples(some) == _examples(example) else [some, example]:  # the code may count on its batch
+        try:
+            return _trace(model, rows, is_layer)
+        except SospError:
             raise
-        return _trace(model, example, is_layer)  # the code may count on its batch
+        except Exception as error:
+            failure = error
+    refuse_failing_model(model, example)
+    raise StructureError(
+        f"the layers of the model cannot be traced with gradients: {type(failure).__name__}: {failure}. The model "
+        "itself runs on the example without gradients. If it also runs with them, this is a bug in sosp: please report "
+        "it, with the network."
+    ) from failure
 
 
 def _trace(model: nn.Module, example: Any, is_layer: Callable[[nn.Module], bool]) -> LayerTrace:
@@ -122,7 +130,7 @@ def _trace(model: nn.Module, example: Any, is_layer: Callable[[nn.Module], bool]
                     handles.append(module.register_forward_hook(recorder.norm(name)))
                 if not any(module.children()) and not isinstance(module, torch.jit.ScriptModule):
                     handles.append(module.register_forward_hook(recorder.size))
-            outputs = _run(model, copy_inputs(example))
+            outputs = call_model(model, copy_inputs(example))
         finally:
             for h in handles:
                 h.remove()
@@ -158,17 +166,6 @@ def _check_example_device(model: nn.Module, example: Any) -> None:
 
 def _examples(example: Any) -> int:
     return find_batch_size(example) or 1
-
-
-def _run(model: nn.Module, example: Any) -> Any:
-    try:
-        return call_model(model, example)
-    except Exception as error:
-        shapes = tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, example)
-        raise StructureError(
-            f"the model does not run on the example (shapes {shapes}): {type(error).__name__}: {error}. Give the "
-            "example as model(...) takes it: a tensor, a tuple of arguments or a dict of keyword arguments."
-        ) from error
 
 
 def _output_nodes(outputs: Any) -> list[Any]:
