@@ -586,6 +586,65 @@ def test_an_example_that_the_model_does_not_take(example: Any, shape: str) -> No
     assert shape in str(caught.value)
 
 
+# --- tensors without channels, in the shape of those with some
+
+
+class MaskedAttention(nn.Module):
+    """Two heads; tokens beyond the end of a text are masked, by whole numbers or by truth values."""
+
+    def __init__(self, mask: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mask = mask
+        self.query, self.key, self.value = (nn.Linear(4, 6) for _ in range(3))
+        self.out, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        assert lengths.max().item() <= x.shape[1]  # run with numbers: the values of the mask are known
+        query, key, value = (f(x).unflatten(-1, (2, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        scores = query @ key.transpose(-2, -1)
+        absent = (torch.arange(x.shape[1]) >= lengths[:, None])[:, None, None]
+        y = scores.masked_fill(self.mask(absent, scores), -1e9).softmax(-1) @ value
+        return self.head(F.relu(self.out(y.transpose(1, 2).flatten(2))))
+
+
+@pytest.mark.parametrize(
+    "mask", [lambda m, like: m, lambda m, like: m.expand_as(like), lambda m, like: m.long().expand_as(like).bool()]
+)
+def test_the_values_of_a_mask_are_no_channels(mask: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model, example = MaskedAttention(mask).double().eval(), (torch.randn(3, 5, 4).double(), torch.tensor([5, 3, 2]))
+    flow = sosp.trace(model, example)
+    assert flow.real
+    assert {p.op for p in flow.pinned} == {"return"}
+    wanted = sosp.Mask.from_removed(model, {name: [0, 1, 2] for name in ("query", "key", "value")}, example)
+    small = sosp.shrink(model, wanted, example)
+    assert small.query.out_features == small.key.out_features == small.value.out_features == 3
+    # Sums of at most 6 terms in double precision.
+    torch.testing.assert_close(small(*example), sosp.masked(model, wanted)(*example), rtol=0, atol=1e-12)
+
+
+class Numbered(Middle):
+    def middle(self, x: Tensor) -> Tensor:
+        x.mean().item()  # run with numbers, as above
+        return x + torch.arange(4)[:, None, None].expand_as(x)  # here
+
+
+class Positive(Middle):
+    def middle(self, x: Tensor) -> Tensor:
+        return x + x[x > 0].mean()  # here
+
+
+@pytest.mark.filterwarnings("ignore::sosp.graph.forward_code.PathWarning")
+@pytest.mark.parametrize(("cls", "op"), [(Numbered, "expand_as"), (Positive, "__getitem__")])
+def test_an_index_or_a_table_in_the_shape_of_channels_pins_them(cls: type[nn.Module], op: str) -> None:
+    model, x = made(cls), picture()
+    flow = sosp.trace(model, x)
+    assert [p.where for p in flow.pinned if p.op == op and "conv1" in p.layers] == [marked_line(cls)]
+    mask = sosp.Mask.from_removed(model, {"conv1": [1], "conv2": [0]}, x)
+    # Sums of some 100 terms in single precision.
+    torch.testing.assert_close(sosp.shrink(model, mask, x)(x), sosp.masked(model, mask)(x), rtol=0, atol=1e-5)
+
+
 # --- nothing is left behind
 
 

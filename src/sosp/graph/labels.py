@@ -71,6 +71,8 @@ MOVES = frozenset(
         "unfold",
     ]
 )
+JOINS = frozenset(["cat", "concat", "concatenate", "stack", "hstack", "vstack"])  # all their tensors are moved
+SHAPED_LIKE = frozenset(["view_as", "reshape_as", "expand_as"])  # of the second tensor only the shape counts
 IDENTITY_OPS = frozenset(["contiguous", "clone", "detach", "alias", "requires_grad_", "positive", "__pos__"])
 
 

@@ -18,9 +18,11 @@ from sosp.graph.channels import Graph, Ids, ModuleCall, OpRecord, TensorRegistry
 from sosp.graph.forward_code import count_input_examples, list_tensors
 from sosp.graph.labels import (
     IDENTITY_OPS,
+    JOINS,
     MOVES,
     OPAQUE,
     RESHAPES,
+    SHAPED_LIKE,
     ZERO,
     Labels,
     compress_labels,
@@ -214,14 +216,14 @@ class Tracer(TorchFunctionMode):
         return [None] * len(call.shapes), False
 
     def move_elements(self, call: OpCall, given: dict[int, Labels | None]) -> list[Labels] | None:
-        """An op that rearranges elements, run on their labels."""
+        """An op that rearranges elements, run on their labels; None where it moves others, or nobody knows which."""
+        moved = call.tensors if call.name in JOINS else call.tensors[:1]
+        index = [] if call.name in SHAPED_LIKE else [k for k in call.tensors if k not in moved]
+        if all(given[k] is None for k in moved) or any(given[k] is not None or k not in call.known for k in index):
+            return None
         arrays: dict[int, Labels] = {}
-        for k in call.tensors:
+        for k in moved:
             x = call.leaves[k]
-            if given[k] is None and not x.is_floating_point():
-                if k not in call.known:
-                    return None  # an index whose values are not known
-                continue
             arrays[k] = given[k] or Labels(torch.full([1] * x.dim(), OPAQUE), tuple(x.shape))
 
         def on_labels(*full: Tensor) -> Any:
