@@ -382,7 +382,37 @@ def test_a_budget_that_cannot_be_met_says_what_is_left() -> None:
         sosp.select(s, params=0.2, cap=0.5)
     with pytest.raises(ArgumentError, match=r"macs=43 cannot be met.*44 of 101 macs"):
         sosp.select(s, macs=43, cap=0.5)
+    with pytest.raises(ArgumentError, match=r"Most of them are in 'fc1' \(45\.5%\), 'fc2' .*'head' \(27\.3%, without"):
+        sosp.select(s, macs=43, cap=0.5)  # 4 x 5, 3 x 4 and 4 x 3 of 44
     assert sosp.select(s, macs=44, cap=0.5).chosen == 6
+
+
+class Recurrent(nn.Module):
+    """Nearly all of its work is done by a layer that has no structures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.hidden, self.head = nn.LSTM(6, 10, batch_first=True), nn.Linear(10, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.hidden(self.lstm(x)[0][:, -1]).relu())
+
+
+@pytest.mark.parametrize("options", [{}, {"cap": 0.5}, {"round_to": 2}, {"cap": 0.5, "round_to": 2}])
+def test_a_budget_that_cannot_be_met_names_the_layer_and_the_options_that_prevent_it(options: dict[str, Any]) -> None:
+    """Of 9 steps of 4 x 10 x (6 + 10) MACs nothing goes; the two linear layers have 40 and 8, one or two rows stay."""
+    model, x = Recurrent(), torch.randn(3, 9, 6)
+    s = sosp.Saliency(sosp.find_structures(model, x), "first-order", torch.arange(4.0))
+    rows = 2 if options else 1  # without a cap one zero, rounded up, is left for the output layer to read
+    left = 9 * 640 + (rows * 10 if "cap" in options else 0) + rows * 2
+    with pytest.raises(ArgumentError) as caught:
+        sosp.select(s, macs=0.5, **options)
+    found = str(caught.value)
+    assert f"macs=0.5 cannot be met: after everything that can be removed is removed, {left:,} of 5,808 macs" in found
+    assert f"Most of them are in 'lstm' ({5760 / left:.1%}, without structures), '" in found
+    assert ("cap" in found) == ("cap" in options)
+    assert ("round_to" in found) == ("round_to" in options)
+    assert "Raise macs" in found
 
 
 def test_a_budget_that_takes_a_whole_layer_is_refused_by_its_name() -> None:

@@ -30,6 +30,7 @@ from sosp.selection.quadratic_program import choose_subset
 SCALES = ("kernel", "macs", "params")
 RULES = ("saliency", "priced")
 MOST_RESTORED = 256  # structures that are tried to be kept after all
+LARGEST = 3  # layers in a message
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class SelectionBudget:
     what: str
     limit: float
     style: LayoutStyle
+    cap: float | None = None
 
 
 def _resolve_scope(
@@ -261,7 +263,7 @@ def parse_budget(options: SelectionOptions) -> SelectionBudget | None:
     ((name, value),) = named.items()
     if not is_number(value) or not isfinite(value) or not (0 < value <= 1 or value == int(value) > 1):
         raise ArgumentError(f"{name}={value!r} must be the share to keep, up to 1, or a whole number of {name}.")
-    return SelectionBudget(name, value, style)
+    return SelectionBudget(name, value, style, options.cap)
 
 
 def _meet_budget(structures: Structures, chosen: Callable[[int], Tensor], most: int, budget: SelectionBudget) -> Plan:
@@ -281,10 +283,8 @@ def _meet_budget(structures: Structures, chosen: Callable[[int], Tensor], most: 
     low = 0
     while True:
         if low > most or left(flow, most) > target:
-            raise ArgumentError(
-                f"{what}={limit} cannot be met: after everything that can be removed is removed, {left(flow, most):,} "
-                f"of {whole:,} {what} remain. Raise it or the cap, round less, or exclude fewer layers."
-            )
+            smallest = plan_removal(flow, Mask.from_structures(structures, chosen(most)), budget.style).cost
+            raise ArgumentError(_describe_unmet_budget(structures, budget, smallest, whole))
         high = most
         while low < high:
             middle = (low + high) // 2
@@ -304,6 +304,29 @@ def _find_target(whole: Cost, budget: SelectionBudget) -> float:
     """Return the largest number of parameters or MACs that may remain."""
     limit = budget.limit
     return limit * getattr(whole, budget.what) * (1 + 1e-12) if limit <= 1 else limit  # 57 / 101 * 101 is 56.999...
+
+
+def _describe_unmet_budget(structures: Structures, budget: SelectionBudget, smallest: Cost, whole: int) -> str:
+    """Say what remains of the network, in which layers, and which of the options given allow less."""
+    what, cap, round_to = budget.what, budget.cap, budget.style.round_to
+    ways = f"Raise {what}" + (f" or cap={cap}" if cap is not None else "")
+    ways += f", or lower round_to={round_to}" if round_to > 1 else ""
+    return (
+        f"{what}={budget.limit} cannot be met: after everything that can be removed is removed, "
+        f"{getattr(smallest, what):,} of {whole:,} {what} remain. "
+        f"{_describe_largest_layers(structures, what, smallest)}{ways}."
+    )
+
+
+def _describe_largest_layers(structures: Structures, what: str, cost: Cost) -> str:
+    """Name the layers that hold most of what remains, and their shares."""
+    sizes = {layer.name: getattr(layer, what) for layer in cost.layers if getattr(layer, what)}
+    prunable = {layer.name for layer in structures.layers}
+    shares = [
+        f"{name!r} ({size / sum(sizes.values()):.1%}{'' if name in prunable else ', without structures'})"
+        for name, size in sorted(sizes.items(), key=lambda item: -item[1])[:LARGEST]
+    ]
+    return f"Most of them are in {', '.join(shares)}. " if shares else ""
 
 
 def _round_widths(structures: Structures, chosen: Tensor, round_to: int) -> Tensor:
