@@ -168,11 +168,6 @@ def skip_override_checks() -> Iterator[None]:
         functional.has_torch_function = before
 
 
-def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """In pieces: every slice of v is divided by its length, and multiplied by that in g."""
-    return v * (g / torch.norm_except_dim(v, 2, dim))
-
-
 def glu(input: Tensor, dim: int = -1) -> Tensor:
     """In pieces: one half times the sigmoid of the other."""
     a, b = input.chunk(2, dim)
@@ -193,6 +188,12 @@ def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
     d = len(lead)
     x = x.permute(*range(d + 1), d + 3, d + 1, d + 4, d + 2)
     return x.reshape(*lead, c // (r * r), h * r, w * r)
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """In pieces: directions times lengths. Torch's own kernel writes where it should not if the sizes do not match."""
+    axes = [d for d in range(v.dim()) if dim == -1 or d != dim]
+    return v * (g / torch.linalg.vector_norm(v, dim=axes, keepdim=True))
 
 
 # Followed as the simpler ops they are made of, which say which of their sizes are free.

@@ -268,7 +268,7 @@ def parse_budget(options: SelectionOptions) -> SelectionBudget | None:
 
 def _meet_budget(structures: Structures, chosen: Callable[[int], Tensor], most: int, budget: SelectionBudget) -> Plan:
     """Plan to remove the first of the growing sets ``chosen(0), ..., chosen(most)`` that meets the limit."""
-    what, limit = budget.what, budget.limit
+    what = budget.what
     if structures.flow is None or structures.kind == "weights":
         raise ArgumentError(f"{what}= needs the channel flow of the network, which these structures do not have.")
     flow = structures.flow
