@@ -294,7 +294,7 @@ def test_it_can_be_fine_tuned(model: Net) -> None:
 
 def test_coupled_streams_need_no_scatter(model: Net) -> None:
     coupled = sosp.prune(model, pictures(), macs=0.5, groups="coupled")
-    free = sosp.prune(model, pictures(), macs=0.5, groups="independent")
+    free = sosp.prune(model, pictures(), macs=0.5, preset="paper")
     assert not any(isinstance(m, Scatter) for m in coupled.model.modules())
     assert any(isinstance(m, Scatter) for m in free.model.modules())
     assert macs(coupled.model) <= 0.5 * macs(model)

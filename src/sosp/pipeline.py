@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sosp.core.batches import Chunk, has_examples, open_data_once
+from sosp.core.batches import Chunk, has_two_parts, open_data_once
 from sosp.core.borrowed_model import check_network, find_device
 from sosp.core.loss_names import LossLike, name_loss
 from sosp.errors import ArgumentError, StructureError, check_choice, check_whole_number
@@ -130,7 +130,7 @@ def prune(
     again = repair or (repair is None and not paper)
     head, data = open_data_once(data, find_device(model), keep=again, model=model)
     if repair is None:  # a layer is fitted to some inputs and tested on others
-        repair = not paper and has_examples(data, 2, model)
+        repair = not paper and has_two_parts(data, model)
     keep = find_excluded_names(model, exclude, parameters=False)
     groups = groups or ("independent" if paper else None)
 
@@ -171,7 +171,7 @@ def _choose_scoring(
     """Return the options of ``score``: the method that the network's size allows, its targets and examples."""
     if method is not None:
         check_choice("method", method, METHODS)
-    affordable = structures.outputs > 0 and len(structures) <= MOST_PAIRED
+    affordable = structures.outputs > 0 and len(structures) <= MOST_PAIRED and head.divisible
     method = method or ("sosp-i" if affordable and not labels else "sosp-h")
     labels = labels or (method == "sosp-h" and (head.targets is not None or head.keyed))
     if isinstance(examples, str):

@@ -419,7 +419,7 @@ def test_a_batch_whose_rows_are_not_its_examples_is_never_cut() -> None:
     assert [len(c.inputs["tokens"]) for c in resize_chunks([chunk, chunk], 5)] == [12, 12]
     assert [c.size for c in distribute_examples([chunk, chunk, chunk], 1, 2)] == [12]
     example, _ = open_data_once([batch], torch.device("cpu"), keep=False)
-    assert [len(example[key]) for key in batch] == [60, 12, 12]
+    assert [len(example.inputs[key]) for key in batch] == [60, 12, 12]
 
 
 def test_targets_tell_the_batch_size_where_inputs_do_not() -> None:

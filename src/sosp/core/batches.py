@@ -230,9 +230,10 @@ def open_data_once(
     return first, opened
 
 
-def has_examples(data: Any, least: int, model: nn.Module) -> bool:
-    """Return whether data that can be read more than once has as many examples."""
-    return sum(chunk.size for chunk in iterate_chunks(data, least, None, alone=True, model=model)) >= least
+def has_two_parts(data: Any, model: nn.Module) -> bool:
+    """Return whether data that can be read more than once can be divided: some to fit to, others to test on."""
+    first = list(itertools.islice(iterate_chunks(data, None, None, alone=True, model=model), 2))
+    return len(first) == 2 or (first[0].divisible and first[0].size > 1)
 
 
 def _is_reread(data: Any, form: InputForm) -> bool:

@@ -61,11 +61,13 @@ def split_chunks(chunks: Sequence[Chunk], widest: int, device: torch.device) -> 
 
 
 def _side(chunks: Sequence[Chunk], held: bool) -> Iterator[Chunk]:
-    """The last tenth of every chunk is held out; of single inputs, every tenth."""
+    """The last tenth of every chunk is held out; of single inputs and of batches that cannot be cut, every tenth."""
     for number, chunk in enumerate(chunks):
-        cut = (
-            chunk.size * (HOLDOUT_PERIOD - 1) // HOLDOUT_PERIOD if chunk.size > 1 else int(number % HOLDOUT_PERIOD > 0)
-        )
+        if chunk.size == 1 or not chunk.divisible:
+            if held == (number % HOLDOUT_PERIOD == 0):
+                yield chunk
+            continue
+        cut = chunk.size * (HOLDOUT_PERIOD - 1) // HOLDOUT_PERIOD
         start, stop = (cut, chunk.size) if held else (0, cut)
         if start < stop:
             yield chunk.rows(start, stop)
