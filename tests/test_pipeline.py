@@ -461,3 +461,12 @@ def test_a_model_of_the_table() -> None:
     c = case("attention")
     found = sosp.prune(c.model, (c.inputs, c.targets), params=0.8)
     assert parameters(found.model) <= 0.8 * parameters(c.model)
+
+
+@pytest.mark.parametrize("name", ["grouped", "softplus", "layernorm"])
+def test_where_too_few_channels_can_go_as_a_whole_layers_are_pruned_independently(name: str) -> None:
+    c = case(name)
+    with pytest.raises((StructureError, ArgumentError)):
+        sosp.prune(c.model, c.inputs, macs=0.7, groups="coupled", repair=False)
+    found = sosp.prune(c.model, iter(c.inputs.split(4)), macs=0.7, repair=False)
+    assert found.cost_after.macs <= 0.7 * found.cost_before.macs

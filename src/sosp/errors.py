@@ -14,6 +14,10 @@ class ArgumentError(SospError, ValueError):
     """An argument outside what the function takes."""
 
 
+class BudgetError(ArgumentError):
+    """A budget cannot be met, whatever is removed."""
+
+
 class StructureError(SospError, ValueError):
     """The model has nothing to prune there, or what was named does not exist."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import floor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from torch import nn
 from sosp.core.batches import Chunk, has_two_parts, open_data_once
 from sosp.core.borrowed_model import check_network, find_device
 from sosp.core.loss_names import LossLike, name_loss
-from sosp.errors import ArgumentError, StructureError, check_choice, check_whole_number
+from sosp.errors import ArgumentError, BudgetError, StructureError, check_choice, check_whole_number
 from sosp.graph.flow import follow_channels
 from sosp.graph.layout import LayoutStyle
 from sosp.graph.mask import Mask
@@ -127,37 +128,42 @@ def prune(
     check_whole_number("rounds", rounds)
     check_choice("preset", preset, PRESETS)
     paper = preset == "paper"
-    again = repair or (repair is None and not paper)
-    head, data = open_data_once(data, find_device(model), keep=again, model=model)
+    head, data = open_data_once(data, find_device(model), keep=repair is not False or groups is None, model=model)
     if repair is None:  # a layer is fitted to some inputs and tested on others
         repair = not paper and has_two_parts(data, model)
     keep = find_excluded_names(model, exclude, parameters=False)
-    groups = groups or ("independent" if paper else None)
+    ways = (groups,) if groups is not None else ("independent",) if paper else ("coupled", "independent")
 
-    def scored(network: nn.Module) -> Saliency:
-        left = keep & dict(network.named_modules()).keys()
-        structures = _find_prunable(network, head.inputs, groups, sorted(left), "weights" if paper else "features")
+    def scored(network: nn.Module, way: str) -> Saliency:
+        left, gate = keep & dict(network.named_modules()).keys(), "weights" if paper else "features"
+        structures = find_structures(network, head.inputs, groups=way, exclude=sorted(left), gate=gate)
         scoring = _choose_scoring(structures, method, loss, paper or _needs_labels(method, loss), head, examples)
         return score(network, data, loss=loss, structures=structures, **scoring)
 
     rule = "saliency" if paper else "auto"
     choice = {"ratio": ratio, "params": params, "macs": macs, "cap": cap, "scope": scope, "rule": rule}
-    if repair:
-        outputs = name_loss(loss) or "mse"  # nothing is known of what a loss of their own makes of them
-        return prune_and_repair(model, data, head.inputs, choice, scored, rounds, outputs, REPAIR_EXAMPLES)
-    if rounds > 1:
+    if rounds > 1 and not repair:
         raise ArgumentError(f"rounds={rounds} needs repair=True: the network is repaired between the rounds.")
-    return select_and_shrink(model, scored(model), head.inputs, choice)
+    outputs = name_loss(loss) or "mse"  # nothing is known of what a loss of their own makes of them
+
+    def attempt(way: str) -> Pruned:
+        if not repair:
+            return select_and_shrink(model, scored(model, way), head.inputs, choice)
+        score_way = partial(scored, way=way)
+        return prune_and_repair(model, data, head.inputs, choice, score_way, rounds, outputs, REPAIR_EXAMPLES)
+
+    return _first_that_works(attempt, ways)
 
 
-def _find_prunable(network: nn.Module, example: Any, groups: str | None, exclude: Exclude, gate: str) -> Structures:
-    """Return the structures; without ``groups`` coupled ones, or independent ones where none can go as a whole."""
+def _first_that_works(attempt: Callable[[str], Pruned], ways: Sequence[str]) -> Pruned:
+    """Return the result of the first way; of the next one where no channel, or too few, can be removed as a whole."""
+    first, *others = ways
     try:
-        return find_structures(network, example, groups=groups or "coupled", exclude=exclude, gate=gate)
-    except StructureError:
-        if groups is not None:
+        return attempt(first)
+    except (StructureError, BudgetError):
+        if not others:
             raise
-        return find_structures(network, example, exclude=exclude, gate=gate)
+        return _first_that_works(attempt, others)
 
 
 def _needs_labels(method: str | None, loss: LossLike) -> bool:

@@ -124,7 +124,7 @@ def _run_in_halves(step: Callable[[Chunk], Sums], chunk: Chunk) -> Iterator[Sums
     try:
         result = step(chunk)
     except torch.OutOfMemoryError:
-        if chunk.size == 1:
+        if chunk.size == 1 or not chunk.divisible:
             raise
     else:
         yield result

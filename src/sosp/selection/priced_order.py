@@ -176,12 +176,12 @@ def _build_layer(d: DenseWeight, own: Ids | None, labels: Ids, what: str) -> Lay
 
 
 def label_values(structures: Structures, flow: Flow) -> Ids:
-    """(values,) the structure whose removal alone makes a value zero."""
+    """(values,) the structure whose removal alone makes a value zero, and all that share its place."""
     removers: dict[str, Ids] = {}
     for layer, ids in zip(structures.layers, structures.ids, strict=True):
         for module in layer.norms or (layer.name,):
             removers[module] = ids.numpy()
-    return propagate_labels(flow.graph, removers)
+    return merge_places(propagate_labels(flow.graph, removers), flow.classes)
 
 
 def propagate_labels(graph: Graph, removers: Mapping[str, Ids]) -> Ids:
@@ -198,6 +198,17 @@ def propagate_labels(graph: Graph, removers: Mapping[str, Ids]) -> Ids:
             found = np.where((found == NOBODY) & kills, operand, found)
         labels[step.out] = found
     return labels
+
+
+def merge_places(labels: Ids, classes: Ids) -> Ids:
+    """(values,) the label that all values of a class share: a place is dropped as a whole."""
+    order = np.argsort(classes, kind="stable")
+    starts = np.flatnonzero(np.diff(classes[order], prepend=-1))
+    largest = np.maximum.reduceat(labels[order], starts)
+    known = np.where(labels == ALWAYS_ZERO, np.iinfo(labels.dtype).max, labels)[order]  # a zero shares every label
+    smallest = np.minimum.reduceat(known, starts)
+    merged = np.where(largest == smallest, largest, NOBODY)
+    return merged[np.searchsorted(classes[order][starts], classes)]
 
 
 def _label_call(call: ModuleCall, labels: Ids, own: Ids | None) -> Ids:

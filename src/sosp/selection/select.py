@@ -9,7 +9,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from sosp.errors import ArgumentError, DisconnectedError, check_choice, is_number
+from sosp.errors import ArgumentError, BudgetError, DisconnectedError, check_choice, is_number
 from sosp.graph.flow import Flow
 from sosp.graph.layout import LayoutStyle
 from sosp.graph.mask import Mask
@@ -284,7 +284,7 @@ def _meet_budget(structures: Structures, chosen: Callable[[int], Tensor], most: 
     while True:
         if low > most or left(flow, most) > target:
             smallest = plan_removal(flow, Mask.from_structures(structures, chosen(most)), budget.style).cost
-            raise ArgumentError(_describe_unmet_budget(structures, budget, smallest, whole))
+            raise BudgetError(_describe_unmet_budget(structures, budget, smallest, whole))
         high = most
         while low < high:
             middle = (low + high) // 2

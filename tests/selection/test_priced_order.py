@@ -1,0 +1,119 @@
+"""The price of a removal: what it saves is the exact count, the order is that of the formula, and layers stay."""
+
+import pytest
+import torch
+from torch import nn
+
+import sosp
+from networks import case, to_score
+from networks.shrunk import original
+from sosp.errors import ArgumentError
+from sosp.selection.priced_order import Savings, find_cut_layers
+
+INDEPENDENT = ["mlp", "conv-bn", "conv1d", "resnet"]
+UNCOUPLED = ("layernorm", "softplus", "grouped")  # no channel of these can be removed as a whole
+COUPLED = ["mlp", "conv-bn", "conv1d", "residual", "depthwise", "resnet", "densenet", "inverted-residual", "unet"]
+
+
+def find(name: str, groups: str) -> tuple[nn.Module, object, sosp.Structures]:
+    c = original(name)
+    return c.model, c.example, sosp.find_structures(c.model, c.example, groups=groups)
+
+
+def macs_left(model: nn.Module, example: object, structures: sosp.Structures, removed: list[int]) -> int:
+    mask = sosp.Mask.from_structures(structures, torch.tensor(removed, dtype=torch.long))
+    return sosp.count(model, example, mask).macs
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"), [*((n, "independent") for n in INDEPENDENT), *((n, "coupled") for n in COUPLED)]
+)
+def test_what_a_removal_saves_is_the_difference_of_exact_counts(name: str, groups: str) -> None:
+    model, example, s = find(name, groups)
+    assert s.flow is not None
+    savings, removed = Savings(s, s.flow, "macs"), []
+    for _ in range(2):  # of the whole network, then without one structure
+        before = macs_left(model, example, s, removed)
+        for k in range(0, len(s), 3):
+            if k not in removed:
+                saved = before - macs_left(model, example, s, [*removed, k])
+                assert saved == pytest.approx(savings.saved[k], abs=0.5 + 1e-6 * before), k
+        removed.append(1)
+        savings.remove(1)
+
+
+def test_the_order_is_that_of_the_formula() -> None:
+    """By brute force: every price from exact counts, every rise from the pairs."""
+    c = case("mlp")
+    s = sosp.find_structures(c.model, c.inputs)
+    saliency = sosp.score(c.model, c.inputs, method="sosp-i", structures=s, targets="own")
+    Q = saliency.pairs
+    assert Q is not None
+    owner, removed = s.owner().tolist(), []
+    while len(removed) < len(s) - 2:
+        whole, prices = macs_left(c.model, c.inputs, s, removed), {}
+        for k in range(len(s)):
+            mine = [j for j in range(len(s)) if owner[j] == owner[k]]
+            left = [j for j in mine if j not in removed]
+            if k in removed or len(left) == 1:
+                continue
+            rise = 0.5 * float(Q[k, k].abs()) + sum(float(Q[k, j].abs()) for j in removed)
+            saved = whole - macs_left(c.model, c.inputs, s, [*removed, k])
+            prices[k] = rise / saved**0.75 / (len(left) / len(mine)) ** 2
+        removed.append(min(prices, key=prices.__getitem__))
+    found = sosp.select(saliency, ratio=len(removed) / len(s), rule="priced")
+    assert found == sosp.Mask.from_structures(s, torch.tensor(removed))
+    half = sosp.select(saliency, ratio=6 / len(s), rule="priced")
+    assert half == sosp.Mask.from_structures(s, torch.tensor(removed[:6]))
+
+
+def test_layers_without_which_nothing_connects_input_and_output() -> None:
+    _, _, chain = find("conv-bn", "coupled")
+    assert find_cut_layers(chain) == set(range(len(chain.layers)))
+    _, _, residual = find("resnet", "coupled")
+    cut = {residual.layers[i].name for i in find_cut_layers(residual)}
+    assert "conv1" in cut  # the stream
+    assert "layer1.0.conv1" not in cut  # inside a block
+
+
+@pytest.mark.parametrize("budget", [{"macs": 0.6}, {"params": 0.7}, {"ratio": 0.5}])
+@pytest.mark.parametrize("name", [n for n in to_score() if n not in UNCOUPLED])
+def test_every_layer_keeps_a_structure(name: str, budget: dict[str, float]) -> None:
+    c = case(name)
+    s = sosp.find_structures(c.model, c.inputs, groups="coupled")
+    saliency = sosp.score(c.model, c.inputs, method="sosp-i", structures=s, targets="own")
+    mask = sosp.select(saliency, rule="priced", **budget)
+    widths = {layer.name: layer.channels for layer in s.layers}
+    assert all(len(gone) < widths[name] for name, gone in mask.removed.items())
+    assert sosp.shrink(c.model, mask, c.inputs)(c.inputs).shape[0] == len(c.inputs)
+
+
+@pytest.mark.parametrize("limit", [0.8, 0.6, 0.4])
+def test_no_structure_that_still_fits_is_removed(limit: float) -> None:
+    model, example, s = find("resnet", "coupled")
+    torch.manual_seed(0)
+    saliency = sosp.Saliency(s, "random", None, values=torch.rand(len(s), dtype=torch.float64))
+    mask = sosp.select(saliency, macs=limit, rule="priced")
+    whole = sosp.count(model, example).macs
+    gone = {name: set(channels.tolist()) for name, channels in mask.removed.items()}
+    removed = [
+        k
+        for k in range(len(s))
+        if all(set(c.tolist()) <= gone.get(n, set()) for n, c in s.channels_of(torch.tensor([k])).items())
+    ]
+    assert macs_left(model, example, s, removed) <= limit * whole
+    assert all(macs_left(model, example, s, [j for j in removed if j != k]) > limit * whole for k in removed)
+
+
+def test_what_is_refused() -> None:
+    c = case("mlp")
+    saliency = sosp.score(c.model, (c.inputs, c.targets))
+    with pytest.raises(ArgumentError, match="rule='price'"):
+        sosp.select(saliency, macs=0.5, rule="price")
+    with pytest.raises(ArgumentError, match="Leave scale out"):
+        sosp.select(saliency, macs=0.5, rule="priced", scale="macs")
+    weights = sosp.score(
+        c.model, (c.inputs, c.targets), structures=sosp.find_structures(c.model, c.inputs, kind="weights")
+    )
+    with pytest.raises(ArgumentError, match="needs the channel flow"):
+        sosp.select(weights, ratio=0.5, rule="priced")
