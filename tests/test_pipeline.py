@@ -470,3 +470,7 @@ def test_where_too_few_channels_can_go_as_a_whole_layers_are_pruned_independentl
         sosp.prune(c.model, c.inputs, macs=0.7, groups="coupled", repair=False)
     found = sosp.prune(c.model, iter(c.inputs.split(4)), macs=0.7, repair=False)
     assert found.cost_after.macs <= 0.7 * found.cost_before.macs
+
+
+def test_a_ranking_by_chance_reads_no_labels(model: Net) -> None:
+    assert sosp.prune(model, pictures()[0], macs=0.7, method="random").mask.chosen > 0

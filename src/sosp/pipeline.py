@@ -180,7 +180,7 @@ def _choose_scoring(
         check_choice("method", method, METHODS)
     affordable = structures.outputs > 0 and len(structures) <= MOST_PAIRED and head.divisible
     method = method or ("sosp-i" if affordable and not labels else "sosp-h")
-    labels = labels or (method == "sosp-h" and (head.targets is not None or head.keyed))
+    labels = labels or (method == "sosp-h" and head.targets is not None)
     if isinstance(examples, str):
         check_choice("examples", examples, ("auto",))
         examples = LABELLED_EXAMPLES if labels else OWN_EXAMPLES

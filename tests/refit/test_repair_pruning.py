@@ -384,3 +384,14 @@ def test_a_layer_type_without_a_bias_is_repaired(monkeypatch: pytest.MonkeyPatch
     found = sosp.prune(model, x, macs=0.7)
     assert found.repaired is not None
     assert off(found.model, model, x) < off(sosp.shrink(model, found.mask, x[:8]), model, x)
+
+
+def test_one_number_per_example_is_judged_alike_with_and_without_its_own_axis() -> None:
+    torch.manual_seed(0)
+    body, x = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1)), torch.randn(200, 6)
+    found = [sosp.prune(model, x, macs=0.5) for model in (body, nn.Sequential(body, nn.Flatten(0)))]
+    column, flat = (pruned.repaired for pruned in found)
+    assert column is not None
+    assert flat is not None
+    assert flat.agreement_after == pytest.approx(column.agreement_after, abs=1e-6)
+    assert found[1].model(x).shape == (200,)

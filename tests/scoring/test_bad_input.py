@@ -730,7 +730,7 @@ def test_a_mask_of_weights_on_a_narrower_model() -> None:
 
 def test_every_error_is_one_of_ours() -> None:
     kinds = [e for e in vars(sosp.errors).values() if isinstance(e, type) and issubclass(e, Exception)]
-    assert len(kinds) == 13
+    assert len(kinds) == 14
     assert all(issubclass(e, SospError) for e in kinds)
     assert SCORED_EXAMPLES == 10  # the messages above count on it
 

@@ -19,6 +19,7 @@ def collect_outputs(model: nn.Module, parts: Sequence[InputPart]) -> Tensor:
     for part in parts:
         if part.held:
             logits = find_logits(part.chunk.run(model))
+            logits = logits if logits.dim() > 1 else logits.unsqueeze(1)  # a number for each example
             axis = find_class_axis(logits)
             rows.append(logits.movedim(axis, -1).reshape(-1, logits.shape[axis]))
     return torch.cat(rows)

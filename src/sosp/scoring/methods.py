@@ -113,7 +113,7 @@ METHODS: dict[str, Method] = {
     "sosp-i-diagonal": Method(sosp.sosp_i_diagonal, "sosp-i without correlations", SOSP, samples=True, own=True),
     "first-order": Method(sosp.first_order, "gradient of the loss in each structure", SOSP, ALL),
     "exact": Method(sosp.exact, "first order, and all pairs with the exact Hessian", SOSP, own=True),
-    "random": Method(sosp.random, "one uniform random number per structure", SOSP, ALL),
+    "random": Method(sosp.random, "one uniform random number per structure", SOSP, ALL, labels=False),
     "magnitude-l1": Method(magnitude.l1, "sum of a filter's absolute weights", LI, ALL, scope="layer", data=False),
     "magnitude-l2": Method(magnitude.l2, "Euclidean norm of a filter", LI, ALL, scope="layer", data=False),
     "slimming": Method(
