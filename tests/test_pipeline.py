@@ -474,3 +474,13 @@ def test_where_too_few_channels_can_go_as_a_whole_layers_are_pruned_independentl
 
 def test_a_ranking_by_chance_reads_no_labels(model: Net) -> None:
     assert sosp.prune(model, pictures()[0], macs=0.7, method="random").mask.chosen > 0
+
+
+def test_large_inputs_are_repaired_with_fewer_of_them(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = pictures()[0].repeat(2, 1, 1, 1)  # 128 inputs
+    whole = sosp.count(model, x[:2]).macs
+    for macs, used in ((1000 * whole, 128), (100 * whole, 100), (10 * whole, 64)):
+        monkeypatch.setattr("sosp.pipeline.REPAIR_MACS", macs)
+        found = sosp.prune(model, x, macs=0.6).repaired
+        assert found is not None
+        assert found.examples == used

@@ -16,7 +16,7 @@ from sosp.core.batches import Chunk, has_two_parts, open_data_once
 from sosp.core.borrowed_model import check_network, find_device
 from sosp.core.loss_names import LossLike, name_loss
 from sosp.errors import ArgumentError, BudgetError, StructureError, check_choice, check_whole_number
-from sosp.graph.flow import follow_channels
+from sosp.graph.flow import Flow, follow_channels
 from sosp.graph.layout import LayoutStyle
 from sosp.graph.mask import Mask
 from sosp.graph.plan import Cost, Plan, compute_whole_cost, plan_removal
@@ -36,7 +36,8 @@ if TYPE_CHECKING:  # who prunes need not train
 
 PRESETS = ("default", "paper")
 OWN_EXAMPLES, LABELLED_EXAMPLES = 256, 1000  # scores on own outputs repeat with a quarter of the examples
-REPAIR_EXAMPLES = 1000
+REPAIR_EXAMPLES, LEAST_REPAIR_EXAMPLES = 1000, 64
+REPAIR_MACS = 4e11  # of all inputs in one pass on a CPU: repair runs the network several times per layer
 MOST_PAIRED = 8192  # structures: their pairs have 256 MiB in single precision
 MOST_OUTPUTS = 16  # with more, SAMPLED labels are drawn per example in place of all outputs
 SAMPLED = 4  # ResNet-20 at half of the MACs: 87.9 %, with all ten outputs 87.5 %
@@ -151,7 +152,7 @@ def prune(
         if not repair:
             return select_and_shrink(model, scored(model, way), head.inputs, choice)
         score_way = partial(scored, way=way)
-        return prune_and_repair(model, data, head.inputs, choice, score_way, rounds, outputs, REPAIR_EXAMPLES)
+        return prune_and_repair(model, data, head.inputs, choice, score_way, rounds, outputs, None)
 
     return _first_that_works(attempt, ways)
 
@@ -215,10 +216,11 @@ def prune_and_repair(
     scored: Callable[[nn.Module], Saliency],
     rounds: int,
     outputs: str = "cross_entropy",
-    inputs: int = 5000,
+    inputs: int | None = 5000,
 ) -> Pruned:
     """Cut and repair, in rounds: all but the first score and cut what the one before has left."""
     network, first = model, scored(model)
+    inputs = _count_repair_inputs(model, first.structures.flow) if inputs is None else inputs
     saliency, history = first, RemovalHistory(first.structures)
     for k in range(1, rounds):
         found = select_and_shrink(network, saliency, example, _budget_of_round(choice, k / rounds, first, saliency))
@@ -234,6 +236,14 @@ def prune_and_repair(
     history.record(found.plan)
     before = compute_whole_cost(first.structures.flow or follow_channels(model, example))
     return Pruned(fixed.model, history.mask(), first, before, found.cost_after, None, fixed)
+
+
+def _count_repair_inputs(model: nn.Module, flow: Flow | None) -> int:
+    """Return the number of inputs to repair with: fewer for a network with large inputs, on a CPU."""
+    if flow is None or find_device(model).type != "cpu":
+        return REPAIR_EXAMPLES
+    affordable = int(REPAIR_MACS / max(compute_whole_cost(flow).macs, 1))
+    return max(LEAST_REPAIR_EXAMPLES, min(REPAIR_EXAMPLES, affordable))
 
 
 def _budget_of_round(choice: Mapping[str, Any], share: float, first: Saliency, now: Saliency) -> dict[str, Any]:
