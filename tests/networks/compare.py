@@ -31,7 +31,11 @@ def mask_of(model: nn.Module, removed: Mapping[str, Sequence[int]], c: Case) -> 
     """The mask that removes these channels, from a model of the case's making."""
     if not c.exclude:
         return sosp.Mask.from_removed(model, removed, c.example)
-    found = sosp.find_structures(model, c.example, exclude=c.exclude)
+    return mask_from(sosp.find_structures(model, c.example, exclude=c.exclude), removed)
+
+
+def mask_from(found: sosp.Structures, removed: Mapping[str, Sequence[int]]) -> sosp.Mask:
+    """The mask that removes these channels, of structures that are one channel each."""
     ids = {layer.name: ids for layer, ids in zip(found.layers, found.ids, strict=True)}
     chosen = [ids[name][channel] for name, gone in removed.items() for channel in gone]
     return sosp.Mask.from_structures(found, torch.tensor(chosen, dtype=torch.long))

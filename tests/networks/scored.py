@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from networks.joins import PostAct
 from networks.recipe import Case, Recipe
+from networks.sharing import Twice
 
 
 def real_targets(case: Case) -> Tensor:
@@ -57,38 +59,13 @@ def conv_nobn() -> nn.Module:
     )
 
 
-class Block(nn.Module):
-    """conv-bn-relu-conv-bn, added in place to the skip, then an in-place ReLU: torchvision's BasicBlock."""
-
-    def __init__(self, width_in: int, width: int, width_out: int, stride: int = 1) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(width_in, width, 3, stride=stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(width, width_out, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width_out)
-        self.downsample = None
-        if stride != 1 or width_in != width_out:
-            skip = nn.Conv2d(width_in, width_out, 1, stride=stride, bias=False)
-            self.downsample = nn.Sequential(skip, nn.BatchNorm2d(width_out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        identity = x
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        if self.downsample is not None:
-            identity = self.downsample(x)
-        out += identity
-        return self.relu(out)
-
-
 def residual() -> nn.Module:
     return _net(
         conv1=nn.Conv2d(2, 3, 3, padding=1, bias=False),
         bn1=nn.BatchNorm2d(3),
         relu=nn.ReLU(inplace=True),
-        block1=Block(3, 2, 3),
-        block2=Block(3, 3, 4, stride=2),
+        block1=PostAct(3, 2, 3),
+        block2=PostAct(3, 3, 4, stride=2),
         pool=nn.AdaptiveAvgPool2d(1),
         flatten=nn.Flatten(),
         head=nn.Linear(4, 3),
@@ -168,21 +145,6 @@ def grouped() -> nn.Module:
         flatten=nn.Flatten(),
         head=nn.Linear(3 * 2 * 2, 4),
     )
-
-
-class Shared(nn.Module):
-    """One linear layer applied twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(3, 5)
-        self.twice = nn.Linear(5, 5)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.stem(x))
-        x = F.relu(self.twice(x))
-        return self.head(F.relu(self.twice(x)))
 
 
 class SharedWithNorm(nn.Module):
@@ -298,7 +260,7 @@ RECIPES: dict[str, Recipe] = {
     "concat": Recipe(Concat, (2, 4, 4), "left>left_bn right mix>mix_bn", classes=4, seed=0),
     "depthwise": Recipe(depthwise, (3, 4, 4), "expand>bn1 depthwise>bn2 project>bn3", classes=3, seed=0),
     "grouped": Recipe(grouped, (2, 4, 4), "conv1>bn1 conv2>bn2 conv3", classes=4, seed=9),
-    "shared": Recipe(Shared, (3,), "stem twice", classes=3, seed=15),
+    "shared": Recipe(Twice, (3,), "stem twice", classes=3, seed=15),
     "softplus": Recipe(lambda: mlp(nn.Softplus), (5,), "fc1 fc2", classes=4, seed=0),
     "layernorm": Recipe(LayerNorms, (5,), "fc1 fc2", classes=4, seed=0),
     "conv1d": Recipe(conv1d, (2, 7), "conv1>bn1 conv2>bn2", classes=3, seed=0),

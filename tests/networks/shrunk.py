@@ -5,13 +5,12 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-import torch
 from torch import Tensor, nn
 
 import sosp
 from helpers.unchanged import check_unchanged
 from networks import case
-from networks.compare import origins, some_channels
+from networks.compare import mask_from, origins, some_channels
 from networks.recipe import Case, Removal
 from sosp.graph.plan import Plan, plan_removal
 
@@ -49,18 +48,10 @@ def structures_of(name: str) -> sosp.Structures:
     return sosp.find_structures(c.model, c.example, exclude=c.exclude)
 
 
-def mask_on(name: str, removed: Mapping[str, Sequence[int]]) -> sosp.Mask:
-    """The mask that removes these channels."""
-    found = structures_of(name)
-    ids = {layer.name: ids for layer, ids in zip(found.layers, found.ids, strict=True)}
-    chosen = [ids[layer][channel] for layer, gone in removed.items() for channel in gone]
-    return sosp.Mask.from_structures(found, torch.tensor(chosen, dtype=torch.long))
-
-
 def plan_on(name: str, removed: Mapping[str, Sequence[int]]) -> Plan:
-    flow = structures_of(name).flow
-    assert flow is not None
-    return plan_removal(flow, mask_on(name, removed))
+    found = structures_of(name)
+    assert found.flow is not None
+    return plan_removal(found.flow, mask_from(found, removed))
 
 
 def cut(name: str, removed: Mapping[str, Sequence[int]]) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import floor
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sosp.core.progress import track_progress
 from sosp.errors import ArgumentError, is_number
-from sosp.graph.records import Saliency, Structures
+from sosp.graph.records import OUTPUT, Saliency, Structures
 
 
 def check_share(name: str, value: object) -> None:
@@ -221,6 +221,18 @@ def find_depthwise_inputs(structures: Structures) -> dict[str, str]:
         if layer.depthwise and len(up) == 1 and width.get(up[0]) == layer.channels:
             found[layer.name] = up[0]
     return found
+
+
+def find_reached(wiring: Mapping[str, tuple[str, ...]], dead: set[str]) -> set[str]:
+    """Return what the output reads, directly or through other layers, without passing a dead layer."""
+    reached: set[str] = set()
+    stack = [OUTPUT]
+    while stack:
+        name = stack.pop()
+        if name not in reached and name not in dead:
+            reached.add(name)
+            stack += wiring.get(name, ())
+    return reached
 
 
 class CappedLayer:

@@ -22,8 +22,15 @@ from sosp.core.progress import track_progress
 from sosp.graph.channels import DenseWeight, Graph, Ids, ModuleCall
 from sosp.graph.flow import Flow
 from sosp.graph.labels import ZERO
-from sosp.graph.records import INPUT, OUTPUT, Saliency, Structures
-from sosp.selection.greedy_order import OBJECTIVES, LayerLimits, check_share, count_layer_structures, limit_removals
+from sosp.graph.records import INPUT, Saliency, Structures
+from sosp.selection.greedy_order import (
+    OBJECTIVES,
+    LayerLimits,
+    check_share,
+    count_layer_structures,
+    find_reached,
+    limit_removals,
+)
 
 SAVING_POWER = 0.75  # below 1: many cheap removals cost more together than their sum
 CROWDING_POWER = 2
@@ -86,21 +93,9 @@ def find_cut_layers(structures: Structures) -> set[int]:
             for layer, owned in zip(structures.layers, owners, strict=True)
             if len(owned) and bool((owned == i).all())
         }
-        if dead and not _connects(structures.wiring, dead):
+        if dead and INPUT not in find_reached(structures.wiring, dead):
             found.add(i)
     return found
-
-
-def _connects(wiring: Mapping[str, tuple[str, ...]], dead: set[str]) -> bool:
-    """Return whether a path leads from the input to the output around these layers."""
-    reached: set[str] = set()
-    stack = [OUTPUT]
-    while stack:
-        name = stack.pop()
-        if name not in reached and name not in dead:
-            reached.add(name)
-            stack += wiring.get(name, ())
-    return INPUT in reached
 
 
 # What a removal saves -------------------------------------------------------------------------------------------------
@@ -214,8 +209,8 @@ def merge_places(labels: Ids, classes: Ids) -> Ids:
 def _label_call(call: ModuleCall, labels: Ids, own: Ids | None) -> Ids:
     """(m,) the labels of what leaves a layer or a norm."""
     found = labels[call.into]
-    through = None if call.through is None else np.append(labels[call.through], ALWAYS_ZERO)[call.index]
-    if through is not None:
+    if call.through is not None:
+        through = np.append(labels[call.through], ALWAYS_ZERO)[call.index]
         found = np.where(through == NOBODY, found, through)
     if own is not None and len(own) == len(call.given):
         here = np.append(own, NOBODY)[call.index]

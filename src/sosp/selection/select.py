@@ -14,12 +14,13 @@ from sosp.graph.flow import Flow
 from sosp.graph.layout import LayoutStyle
 from sosp.graph.mask import Mask
 from sosp.graph.plan import Cost, Plan, compute_cost, compute_whole_cost, plan_removal
-from sosp.graph.records import INPUT, OUTPUT, SCOPES, Saliency, Structures
+from sosp.graph.records import INPUT, SCOPES, Saliency, Structures
 from sosp.selection.greedy_order import (
     LayerLimits,
     build_limits,
     check_share,
     find_depthwise_inputs,
+    find_reached,
     order_capped_removals,
     order_removals,
 )
@@ -171,14 +172,12 @@ def _select_globally(saliency: Saliency, options: SelectionOptions, budget: Sele
 def _restore_fitting(saliency: Saliency, order: Tensor, plan: Plan, budget: SelectionBudget) -> Plan:
     """Return a plan that keeps some structures more, the last removed first, as far as the budget allows."""
     structures, owner = saliency.structures, saliency.structures.owner()
-    places = {layer.name: layer.norms for layer in structures.layers}
-    target = _find_target(compute_whole_cost(plan.flow), budget)
+    target = _find_target(getattr(compute_whole_cost(plan.flow), budget.what), budget)
     removed, full = order[: plan.mask.chosen].tolist(), set[int]()
     for s in reversed(removed[-MOST_RESTORED:]):
         if int(owner[s]) not in full:
-            fewer = structures.channels_of(torch.tensor([t for t in removed if t != s], dtype=torch.long))
-            layout = plan.flow.layout(plan.flow.find_removed_outputs(fewer, places), budget.style)
-            if getattr(compute_cost(plan.flow, layout), budget.what) <= target:
+            fewer = torch.tensor([t for t in removed if t != s], dtype=torch.long)
+            if _count_left(structures, plan.flow, fewer, budget) <= target:
                 removed.remove(s)
             else:
                 full.add(int(owner[s]))  # the others of its layer save as much
@@ -273,12 +272,10 @@ def _meet_budget(structures: Structures, chosen: Callable[[int], Tensor], most: 
         raise ArgumentError(f"{what}= needs the channel flow of the network, which these structures do not have.")
     flow = structures.flow
     whole = getattr(compute_whole_cost(flow), what)
-    target = _find_target(compute_whole_cost(flow), budget)
-    places = {layer.name: layer.norms for layer in structures.layers}
+    target = _find_target(whole, budget)
 
     def left(flow: Flow, count: int) -> int:
-        removed = flow.find_removed_outputs(structures.channels_of(chosen(count)), places)
-        return getattr(compute_cost(flow, flow.layout(removed, budget.style)), what)
+        return _count_left(structures, flow, chosen(count), budget)
 
     low = 0
     while True:
@@ -300,10 +297,17 @@ def _meet_budget(structures: Structures, chosen: Callable[[int], Tensor], most: 
         low += 1
 
 
-def _find_target(whole: Cost, budget: SelectionBudget) -> float:
-    """Return the largest number of parameters or MACs that may remain."""
+def _find_target(whole: int, budget: SelectionBudget) -> float:
+    """Return the largest number of parameters or MACs that may remain of the whole network's."""
     limit = budget.limit
-    return limit * getattr(whole, budget.what) * (1 + 1e-12) if limit <= 1 else limit  # 57 / 101 * 101 is 56.999...
+    return limit * whole * (1 + 1e-12) if limit <= 1 else limit  # 57 / 101 * 101 is 56.999...
+
+
+def _count_left(structures: Structures, flow: Flow, removed: Tensor, budget: SelectionBudget) -> int:
+    """Return the parameters or MACs that remain without these structures, if the flow's pins are all there are."""
+    places = {layer.name: layer.norms for layer in structures.layers}
+    outputs = flow.find_removed_outputs(structures.channels_of(removed), places)
+    return getattr(compute_cost(flow, flow.layout(outputs, budget.style)), budget.what)
 
 
 def _describe_unmet_budget(structures: Structures, budget: SelectionBudget, smallest: Cost, whole: int) -> str:
@@ -361,19 +365,9 @@ def refuse_disconnected(
     dead = _find_dead_layers(structures, mask)
     if not dead:
         return
-    reached: set[str] = set()
-    blocked: set[str] = set()
-    stack = [OUTPUT]
-    while stack:
-        name = stack.pop()
-        if name in reached or name in blocked:
-            continue
-        if name in dead:
-            blocked.add(name)
-            continue
-        reached.add(name)
-        stack += structures.wiring.get(name, ())
+    reached = find_reached(structures.wiring, dead)
     if INPUT not in reached:
+        blocked = dead & {up for name in reached for up in structures.wiring.get(name, ())}
         names = ", ".join(repr(n) for n in sorted(blocked))
         why, way = "the mask removes", "Lower the ratio"
         bound = "remove the channels of a depthwise layer together with those it reads (groups='coupled')"
