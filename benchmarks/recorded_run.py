@@ -51,7 +51,12 @@ def digits_steps() -> Iterator[tuple[str, Any]]:
                 for repair in (False, True):
                     name = f"digits/{method}/{groups}{'/repaired' if repair else ''}"
                     pruned = sosp.prune(
-                        trained, (inputs, targets), macs=0.5, method=method, groups=groups, repair=repair
+                        trained,
+                        (inputs, targets),
+                        macs=0.5,
+                        method=method,
+                        repair=repair,
+                        selection=sosp.Selection(groups=groups),
                     )
                     file = Path(folder) / f"{name.replace('/', '-')}.safetensors"
                     pruned.save(file)

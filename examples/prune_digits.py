@@ -19,7 +19,9 @@ def main(folder: Path) -> None:
 
     # Score 1000 examples by SOSP-H, remove whole channels of streams until half of the MACs are left.
     examples = data.train.subset(1000, seed=0).ordered(batch=250)
-    pruned = sosp.prune(model, examples, macs=0.5, groups="coupled", exclude=sosp.downsampling(model))
+    pruned = sosp.prune(
+        model, examples, macs=0.5, exclude=sosp.downsampling(model), selection=sosp.Selection(groups="coupled")
+    )
     print(pruned, pruned.mask, sep="\n")
 
     small = sosp.recalibrate(pruned.model, data.train)  # batch norm statistics anew: no training yet

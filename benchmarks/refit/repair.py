@@ -159,7 +159,12 @@ def _cut(work: Work, name: str, ratio: float) -> Cut:
     facts: dict[str, Any] = {}
     if int(rounds or 1) > 1:
         found = sosp.prune(
-            work.model, loader, ratio=ratio, method=method, examples=work.examples, repair=True, rounds=int(rounds)
+            work.model,
+            loader,
+            ratio=ratio,
+            method=method,
+            scoring=sosp.Scoring(examples=work.examples),
+            repair=sosp.Repair(rounds=int(rounds)),
         )
         mask = found.mask
     else:

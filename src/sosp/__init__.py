@@ -24,12 +24,16 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time a name is import
     from sosp.graph.plan import Cost, count
     from sosp.graph.records import Layer, Saliency, Structures
     from sosp.graph.structures import downsampling, find_structures
-    from sosp.pipeline import Pruned, prune, train
+    from sosp.pipeline.prune import prune
+    from sosp.pipeline.pruned import Pruned
+    from sosp.pipeline.train import train
     from sosp.refit import Repaired, repair
+    from sosp.refit.repair_options import Repair
     from sosp.scoring.methods import METHODS
     from sosp.scoring.passes import SlowPathWarning
     from sosp.scoring.score import score
-    from sosp.selection.select import select
+    from sosp.scoring.scoring_options import Scoring
+    from sosp.selection.select import Selection, select
     from sosp.studies import paper as experiments
     from sosp.studies.bottlenecks.bottleneck_detection import bottlenecks
     from sosp.studies.bottlenecks.bottleneck_record import Bottlenecks
@@ -44,14 +48,17 @@ else:
     __getattr__, __dir__ = make_lazy_exports(
         __name__,
         names={
-            "sosp.pipeline": "prune Pruned train",
+            "sosp.pipeline.prune": "prune",
+            "sosp.pipeline.pruned": "Pruned",
+            "sosp.pipeline.train": "train",
             "sosp.graph.flow": "trace Flow",
             "sosp.graph.structures": "find_structures downsampling",
             "sosp.graph.records": "Structures Layer Saliency",
             "sosp.scoring.methods": "METHODS",
             "sosp.scoring.score": "score",
+            "sosp.scoring.scoring_options": "Scoring",
             "sosp.scoring.passes": "SlowPathWarning",
-            "sosp.selection.select": "select",
+            "sosp.selection.select": "select Selection",
             "sosp.graph.mask": "Mask masked",
             "sosp.baselines.eigendamage": "eigendamage Eigendamaged",
             "sosp.surgery.shrink": "shrink",
@@ -59,6 +66,7 @@ else:
             "sosp.graph.plan": "count Cost",
             "sosp.graph.latency": "latency Latency",
             "sosp.refit": "repair Repaired",
+            "sosp.refit.repair_options": "Repair",
             "sosp.studies.compare.method_comparison": "compare",
             "sosp.studies.bottlenecks.bottleneck_detection": "bottlenecks",
             "sosp.studies.bottlenecks.bottleneck_record": "Bottlenecks",
@@ -74,7 +82,7 @@ __version__ = "0.1.0"
 
 # In the order of the flow.
 __all__ = [
-    "prune", "Pruned",
+    "prune", "Pruned", "Scoring", "Selection", "Repair",
     "trace", "Flow", "find_structures", "downsampling", "Structures", "Layer",
     "score", "METHODS", "Saliency", "SlowPathWarning",
     "select", "Mask", "masked",

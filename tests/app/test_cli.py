@@ -19,7 +19,7 @@ from sosp.app import cli, demo
 from sosp.app.cli import inspection_commands, run_commands
 from sosp.app.cli.progress_bar import ProgressBar
 from sosp.app.config import SECTIONS, Config, format_flag
-from sosp.app.options import (
+from sosp.core.options import (
     FLAG,
     NUMBER,
     NUMBERS,

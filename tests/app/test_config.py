@@ -18,7 +18,7 @@ from sosp.app.config import (
     format_flag,
     read_config,
 )
-from sosp.app.options import collect_options
+from sosp.core.options import collect_options
 from sosp.errors import ArgumentError
 from sosp.training import SCHEDULES, Schedule, Speed
 

@@ -23,7 +23,9 @@ from sosp.app.run.report_details import (
 )
 from sosp.graph.layout import LayoutStyle
 from sosp.graph.records import INPUT, OUTPUT
-from sosp.pipeline import Pruned, select_and_shrink
+from sosp.pipeline.cut import select_and_shrink
+from sosp.pipeline.pruned import Pruned
+from sosp.selection.select import Selection
 from sosp.selection.saved_saliency import save_saliency
 
 
@@ -44,7 +46,7 @@ def pruned(model: nn.Module, data: Any, method: str = "sosp-h") -> Pruned:
     x, _ = next(iter(data.ordered(batch=4, limit=4)))
     structures = sosp.find_structures(model, x)
     saliency = sosp.score(model, list(data.ordered(batch=50)), method=method, structures=structures)
-    return select_and_shrink(model, saliency, x, {"ratio": 0.5})
+    return select_and_shrink(model, saliency, x, Selection(rule="saliency"), ratio=0.5)
 
 
 # --- widths ---------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def test_why_a_layer_keeps_one_channel_is_said_with_the_line() -> None:
 @pytest.mark.parametrize("cls", [*ANSWERED, AskingMethod])
 def test_a_network_that_asks_is_pruned(cls: type[Asking], groups: str) -> None:
     data = X, torch.tensor([0, 1, 2, 0])
-    pruned = sosp.prune(build(cls), data, params=0.6, groups=groups, repair=False)
+    pruned = sosp.prune(build(cls), data, params=0.6, repair=False, selection=sosp.Selection(groups=groups))
     assert pruned.cost_after.params <= 0.6 * pruned.cost_before.params
 
 
@@ -174,7 +174,9 @@ def test_channels_are_never_read_as_tokens(heads: int, width: int, ratio: float,
     for decides in (False, True):
         torch.manual_seed(0)
         model = Sentence(heads, width, decides).double()
-        pruned = sosp.prune(model, (x, torch.arange(8) % 3), ratio=ratio, groups=groups, repair=False)
+        pruned = sosp.prune(
+            model, (x, torch.arange(8) % 3), ratio=ratio, repair=False, selection=sosp.Selection(groups=groups)
+        )
         left.append(widths(pruned.model))
         assert pruned.cost_after.params < pruned.cost_before.params
     assert left[0] == left[1]

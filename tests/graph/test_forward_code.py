@@ -434,7 +434,7 @@ def illustrated(model: type[nn.Module], examples: int) -> dict[str, Tensor]:
 def test_a_model_that_runs_only_on_its_whole_batch_is_pruned(model: type[nn.Module], examples: int) -> None:
     net, x = made(model).double(), illustrated(model, examples)
     data = [(x, torch.arange(examples) % 4)] * 2
-    pruned = sosp.prune(net, data, ratio=0.4, examples=2, repair=False)
+    pruned = sosp.prune(net, data, ratio=0.4, repair=False, scoring=sosp.Scoring(examples=2))
     assert {layer.name for layer in pruned.saliency.structures.layers} == {"patch", "token", "mix"}
     assert pruned.cost_after.params < pruned.cost_before.params
     # Sums of at most 7 terms in double precision.

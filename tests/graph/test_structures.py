@@ -786,7 +786,9 @@ def random_tokens(model: type[nn.Module]) -> tuple[nn.Module, Tensor]:
 def test_a_layer_that_does_not_reach_the_output_stays(model: type[nn.Module], groups: str) -> None:
     net, x = random_tokens(model)
     aside = net.get_submodule(ASIDE[model])
-    pruned = sosp.prune(net, (x, torch.zeros_like(net(x))), loss="mse", ratio=0.4, groups=groups, repair=False)
+    pruned = sosp.prune(
+        net, (x, torch.zeros_like(net(x))), loss="mse", ratio=0.4, repair=False, selection=sosp.Selection(groups=groups)
+    )
     assert ASIDE[model] not in pruned.mask.removed
     assert pruned.mask.removed
     assert pruned.model.get_submodule(ASIDE[model]).out_features == aside.out_features
@@ -838,7 +840,14 @@ class TiedAutoencoder(nn.Module):
 def test_layers_that_share_a_parameter_stay(key: str, groups: str) -> None:
     torch.manual_seed(0)
     net, x = TiedAutoencoder(key).double().eval(), torch.randn(7, 4).double()
-    pruned = sosp.prune(net, (x, torch.zeros(7, 3).double()), loss="mse", ratio=0.3, groups=groups, repair=False)
+    pruned = sosp.prune(
+        net,
+        (x, torch.zeros(7, 3).double()),
+        loss="mse",
+        ratio=0.3,
+        repair=False,
+        selection=sosp.Selection(groups=groups),
+    )
     assert {layer.name for layer in pruned.saliency.structures.layers} == {"fc1", "fc2"}
     assert {n: pruned.model.get_submodule(n).out_features for n in ("encoder.0", "decoder.2")} == {
         "encoder.0": 5,

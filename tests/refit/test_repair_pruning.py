@@ -109,7 +109,7 @@ def test_rounds_do_not_round_a_budget_up(widths: tuple[int, ...], macs: float) -
     torch.manual_seed(0)
     layers = [m for a, b in pairwise(widths) for m in (nn.Linear(a, b), nn.ReLU())]
     model, x = nn.Sequential(*layers[:-1]), torch.randn(200, widths[0])
-    found = sosp.prune(model, (x, torch.randint(5, (200,))), macs=macs, repair=True, rounds=2)
+    found = sosp.prune(model, (x, torch.randint(5, (200,))), macs=macs, repair=sosp.Repair(rounds=2))
     assert found.cost_after.macs <= macs * found.cost_before.macs
 
 
@@ -118,7 +118,7 @@ def test_rounds_meet_the_budget(budget: dict[str, float]) -> None:
     c = case("conv-bn")
     x = inputs(c.inputs)
     batches = ((part, c.model(part).argmax(1)) for part in x.split(60))  # can be read once only
-    found = sosp.prune(c.model, batches, method="sosp-obs", repair=True, rounds=3, **budget)
+    found = sosp.prune(c.model, batches, method="sosp-obs", **budget, repair=sosp.Repair(rounds=3))
     count = sosp.count(c.model, x[:4], found.mask)
     assert (count.params, count.macs) == (found.cost_after.params, found.cost_after.macs)
     assert sosp.count(found.model, x[:4]).params == count.params
@@ -156,7 +156,9 @@ ROUNDS = {
 def test_the_mask_of_all_rounds_is_that_of_the_network(name: str, budget: dict[str, float]) -> None:
     torch.manual_seed(0)
     model, x = ROUNDS[name]().eval(), torch.randn(300, 3, 10, 10)
-    found = sosp.prune(model, (x, torch.arange(300) % 5), **budget, repair=True, rounds=3, examples=100)
+    found = sosp.prune(
+        model, (x, torch.arange(300) % 5), **budget, repair=sosp.Repair(rounds=3), scoring=sosp.Scoring(examples=100)
+    )
     counted, built = sosp.count(model, x[:2], found.mask), sosp.count(found.model, x[:2])
     assert (counted.macs, counted.params) == (built.macs, built.params)
     assert 0 < found.mask.chosen < found.mask.structures
@@ -196,7 +198,9 @@ def test_rounds_go_on_behind_a_layer_that_an_earlier_one_emptied(groups: str, tm
         sosp.score(model, data, structures=sosp.find_structures(model, x, groups=groups)), ratio=1 - 0.5**0.25
     )
     assert len(first.removed["down"]) == 4  # the first of four rounds
-    found = sosp.prune(model, data, ratio=0.5, groups=groups, repair=True, rounds=4, preset="paper")
+    found = sosp.prune(
+        model, data, ratio=0.5, preset="paper", selection=sosp.Selection(groups=groups), repair=sosp.Repair(rounds=4)
+    )
     assert abs(found.mask.ratio - 0.5) < 0.03
     assert found.mask.removed["down"].tolist() == [0, 1, 2, 3]
     # The network is the one that the mask stands for, with other numbers in it.

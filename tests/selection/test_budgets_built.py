@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import sosp
 from sosp.errors import ArgumentError, DisconnectedError
-from sosp.selection.select import SelectionOptions, select_and_plan
+from sosp.selection.select import Selection, select_and_plan
 
 
 class Shuffle(nn.Module):
@@ -64,7 +64,7 @@ def test_the_plan_finds_what_the_code_fixes_and_changes_nothing() -> None:
     found = []
     for _ in range(16):
         saliency = sosp.Saliency(structures, "random", torch.rand(80))
-        found.append(select_and_plan(saliency, SelectionOptions(macs=0.5))[1])
+        found.append(select_and_plan(saliency, Selection(rule="saliency"), macs=0.5)[1])
     assert any(plan.flow.fixed for plan in found if plan is not None)
     assert structures.flow.fixed == structures.flow.learned == ()
 

@@ -134,7 +134,6 @@ def test_ratios_by_name_by_pattern_and_the_rest() -> None:
         ({"ratios": {"conv1": 0.5}, "cap": 0.3}, ["0.5 of 'conv1'", "cap=0.3"]),
         ({"ratio": 0.5, "cap": 0.3}, ["ratio=0.5", "cap=0.3"]),
         ({"ratio": 1.5}, ["ratio=1.5", "from 0 to 1"]),
-        ({"ratio": 0.5, "params": 0.5}, ["one of ratio, params and macs"]),
         ({"scope": "layers"}, ["scope='layers'", "Did you mean 'layer'?", "global"]),
         ({"cap": 2}, ["cap=2", "from 0 to 1"]),
         ({"scale": "mac"}, ["scale='mac'", "Did you mean 'macs'?"]),

@@ -10,28 +10,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sosp.app.options import (
+from sosp.core.options import (
     FLAG,
     NAMES,
     NUMBER,
     NUMBERS,
     RATIOS,
     SHAPE,
-    SHARES,
     TEXT,
     TEXTS,
     WHOLE,
     WIDTHS,
+    borrow_option,
     check_options,
     define_option,
 )
 from sosp.errors import ArgumentError, suggest_name
-from sosp.graph.layout import JOINS
-from sosp.graph.records import OBJECTIVES, SCOPES
-from sosp.graph.structures import GATES
 from sosp.nets import Width
+from sosp.pipeline.cut import LABELLED_EXAMPLES, PRESETS
+from sosp.refit.repair_options import Repair
 from sosp.scoring.methods import METHODS
-from sosp.selection.select import SCALES, SelectionOptions, parse_budget
+from sosp.scoring.scoring_options import Scoring
+from sosp.selection.select import Selection, check_selection
 from sosp.studies.compare.comparison_cells import ComparisonPlan
 from sosp.studies.expand.expansion_plan import WHEN, ExpansionPlan
 from sosp.training import SCHEDULES, Schedule, Speed
@@ -162,80 +162,56 @@ class TrainingSection:
 
 
 @dataclass(frozen=True)
-class PruningSection:
-    """The pruning: scoring method, budget, and structures that may be removed."""
+class BudgetSection:
+    """How much of a network may remain."""
 
-    method: str = define_option(TEXT, "Scoring method.", "sosp-h", choices=tuple(METHODS))
-    ratio: float | None = define_option(NUMBER, "Share of the structures to remove.", low=0, high=1, shown="0.5")
-    params: float | None = define_option(
-        NUMBER, "Budget in place of --ratio: parameters to keep, as a share or a number.", low=0
+    ratio: float | None = define_option(
+        NUMBER, "Share of the structures to remove.", low=0, high=1, shown="0.5 if no budget is given"
     )
-    macs: float | None = define_option(
-        NUMBER, "Budget in place of --ratio: MACs to keep, as a share or a number.", low=0
-    )
-    cap: float | None = define_option(NUMBER, "Largest share of structures to remove from one layer.", low=0, high=1)
-    scope: str | None = define_option(
+    params: float | None = define_option(NUMBER, "Budget: parameters to keep, as a share or a number.", low=0)
+    macs: float | None = define_option(NUMBER, "Budget: MACs to keep, as a share or a number.", low=0)
+    method: str | None = define_option(
         TEXT,
-        "Rank the structures of all layers together, or layer by layer.",
-        choices=SCOPES,
-        shown="scope of the method",
+        "Scoring method.",
+        choices=tuple(METHODS),
+        shown="sosp-i; sosp-h for very many structures and with --preset paper",
     )
-    ratios: dict[str, float] | None = define_option(  # noqa: RUF009
-        SHARES,
-        "Shares to remove from layers or name patterns: layer1.*=0.3,conv1=0. Other layers use --ratio, or are not "
-        "pruned.",
-    )
-    scale: str | None = define_option(
-        TEXT, "Measure of size by which to divide the saliency of each structure.", choices=SCALES
-    )
-    objective: str | None = define_option(
+    preset: str = define_option(
         TEXT,
-        "Where the saliency formula takes absolute values.",
-        choices=OBJECTIVES,
-        shown="individual, or the objective of the method",
+        "Usual values of all options; paper: sosp-h with labels, independent filters in the order of their saliency, "
+        "no repair.",
+        "default",
+        choices=PRESETS,
     )
-    groups: str = define_option(
-        TEXT,
-        "Remove independent filters, or (coupled) whole channels of a stream, which runs faster.",
-        "independent",
-        choices=("independent", "coupled"),
-    )
-    gate: str = define_option(
-        TEXT, "Place of the gates: after normalization (features) or before (weights).", "features", choices=GATES
-    )
-    kind: str = define_option(
-        TEXT, "Structures to remove: filters or whole blocks.", "filters", choices=("filters", "blocks")
-    )
+
+
+@dataclass(frozen=True)
+class PruningSection(Scoring, Selection, BudgetSection):
+    """The pruning: budget, what may be removed, how it is scored, and repair."""
+
     exclude: tuple[str, ...] | None = define_option(
         TEXTS, "Layer, container or name pattern to keep unpruned; may be repeated."
     )
     downsampling: bool = define_option(
         FLAG, "Also prune the downsampling layers in the skip connections of a ResNet.", True
     )
-    examples: int = define_option(WHOLE, "Number of training examples for scoring.", 1000, low=1)
-    samples: int | None = define_option(
-        WHOLE, "For sosp-i and obd: number of labels drawn per example, in place of all outputs.", low=1
+    repair: bool | None = define_option(
+        FLAG,
+        "Refit the kept weights to the outputs of the unpruned network, without labels.",
+        shown="on; off with --preset paper",
     )
-    join: str = define_option(TEXT, "How to join branches of different widths.", "scatter", choices=JOINS)
-    round_to: int = define_option(WHOLE, "Keep widths at multiples of this number.", 1, low=1)
+    repair_examples: int | str = borrow_option(Repair, "examples")
+    sweeps: int = borrow_option(Repair, "sweeps")
+    rounds: int = borrow_option(Repair, "rounds")
     recalibrate: bool = define_option(FLAG, "Re-estimate batch-norm statistics on 2000 images after pruning.", False)
-    repair: bool = define_option(
-        FLAG, "Refit the kept weights to the outputs of the unpruned network, on 5000 images, without labels.", False
-    )
-    rounds: int = define_option(WHOLE, "With --repair: number of rounds of scoring, pruning and repair.", 1, low=1)
     curve: bool = define_option(FLAG, "Measure the loss on 256 images as structures are removed, for the report.", True)
 
     def __post_init__(self) -> None:
-        parse_budget(SelectionOptions(self.ratio, self.params, self.macs, join=self.join, round_to=self.round_to))
-        if self.ratios and (self.params is not None or self.macs is not None):
-            raise ArgumentError(
-                "ratios sets the share to remove from each layer, params and macs limit the whole network: give one "
-                "of them."
-            )
-        if self.samples is not None and not METHODS[self.method].samples:
+        check_selection(self.selection, self.ratio, self.params, self.macs)
+        if self.samples is not None and self.method is not None and not METHODS[self.method].samples:
             those = ", ".join(repr(name) for name, m in METHODS.items() if m.samples)
             raise ArgumentError(f"samples is only for {those}, not for {self.method!r}.")
-        if self.rounds > 1 and (not self.repair or self.ratios):
+        if self.rounds > 1 and (self.repairing is False or self.ratios):
             raise ArgumentError(
                 "rounds needs repair and a budget for the whole network (ratio, params or macs); it cannot be combined "
                 "with ratios."
@@ -248,16 +224,36 @@ class PruningSection:
 
     @property
     def budget(self) -> dict[str, float]:
-        """Return the given budget; ``ratio=0.5`` if no budget and no ratios are given."""
+        """Return the given budgets; ``ratio=0.5`` if no budget and no ratios are given."""
         found = {name: getattr(self, name) for name in ("ratio", "params", "macs")}
         given = {name: value for name, value in found.items() if value is not None}
         return given or ({} if self.ratios else {"ratio": 0.5})
 
     @property
-    def selection_options(self) -> dict[str, Any]:
-        """Return the keyword arguments of ``select``."""
-        names = ("cap", "scale", "scope", "ratios", "round_to", "join")
-        return {**self.budget, **{name: getattr(self, name) for name in names}}
+    def scoring(self) -> Scoring:
+        """Return the options of ``score``."""
+        return Scoring(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Scoring)})
+
+    @property
+    def selection(self) -> Selection:
+        """Return the options of ``select``."""
+        return Selection(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Selection)})
+
+    @property
+    def repairing(self) -> Repair | bool | None:
+        """Return the options of ``repair``, or whether there is one."""
+        how = Repair(examples=self.repair_examples, sweeps=self.sweeps, rounds=self.rounds)
+        return self.repair if self.repair is False or (self.repair is None and how == Repair()) else how
+
+    def settle(self) -> PruningSection:
+        """Return the section with definite values, which comparisons, expansions and bottlenecks take."""
+        return replace(
+            self,
+            method=self.method or "sosp-h",
+            groups=self.groups or "independent",
+            gate=self.gate or "features",
+            examples=LABELLED_EXAMPLES if self.examples == "auto" else self.examples,
+        )
 
 
 @dataclass(frozen=True)

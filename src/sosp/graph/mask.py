@@ -63,15 +63,16 @@ class Mask:
         return cls(kind, found.layers, clean, len(found), sum(map(len, clean.values())), _norms(found, clean))
 
     @classmethod
-    def from_structures(cls, structures: Structures, chosen: Tensor) -> Mask:
+    def from_structures(cls, structures: Structures, chosen: Tensor, removed: dict[str, Tensor] | None = None) -> Mask:
         """Make the mask that removes structures.
 
         Args:
             structures: All structures of the network.
             chosen: Numbers of those to remove.
+            removed: Layer -> channels, if more goes than the channels of these structures.
         """
         kind = "weights" if structures.kind == "weights" else "filters"
-        removed = structures.channels_of(chosen)
+        removed = structures.channels_of(chosen) if removed is None else removed
         return cls(kind, structures.layers, removed, len(structures), len(chosen), _norms(structures, removed))
 
     def shuffled(self, generator: torch.Generator, structures: Structures | None = None) -> Mask:

@@ -79,7 +79,11 @@ def find_structures(
         ids = _coupled_ids(layers, flow)
     else:
         ids = _group_ids(layers, [] if isinstance(groups, str) else groups)
-    return Structures("filters", gate, tuple(layers.values()), ids, seen.wiring, seen.footprint, flow, seen.outputs)
+    whole = groups == "coupled"  # in a branch that is pruned by itself, the last layer has structures of its own
+    return Structures(
+        *("filters", gate, tuple(layers.values()), ids, seen.wiring, seen.footprint, flow, seen.outputs),
+        branches=tuple(b for b in seen.branches if whole and all(n in layers for n in b)),
+    )
 
 
 def _flow(model: nn.Module, example: Any, tried_out: bool) -> Flow | None:

@@ -126,6 +126,14 @@ class IndividualObjective:
         """Return (S,) the increase of the objective if a structure is removed."""
         return self.cost
 
+    def rise_together(self, which: Tensor) -> float:
+        """Return the increase of the objective if these structures are removed."""
+        alone = float(self.cost[which].double().sum())
+        if self.pairs is None:
+            return alone
+        block = self.pairs[which][:, which].double().abs()
+        return alone + 0.5 * float(block.sum() - block.diagonal().sum())
+
     def remove(self, s: Tensor) -> None:
         """Update the costs after ``s`` was removed."""
         if self.pairs is not None:
@@ -158,6 +166,15 @@ class JointObjective:
     def rise(self) -> Tensor:
         """Return (S,) the increase of the objective if a structure is removed."""
         return self.costs() - self.objective(self.lost, self.gone)
+
+    def rise_together(self, which: Tensor) -> float:
+        """Return the increase of the objective if these structures are removed."""
+        slope = self.lost + self.first[which].sum()
+        curve = self.gone + (self.curve[which] - self.gone).sum()
+        if self.pairs is not None:
+            block = self.pairs[which][:, which]
+            curve = curve + block.sum() - block.diagonal().sum()
+        return float(self.objective(slope, curve) - self.objective(self.lost, self.gone))
 
     def objective(self, slope: Tensor, curve: Tensor) -> Tensor:
         """Return the objective from the sums of f and H."""

@@ -1,12 +1,13 @@
 """Order removals by price: the rise of the objective per unit of cost that the removal saves at that moment.
 
-One structure at a time, always the one with the smallest
+A bundle of ``k`` structures of one layer at a time, always the one with the smallest
 
-    rise / saved ** 0.75 / left ** 2
+    rise / left ** 2 / k / (saved / k) ** 0.75
 
 ``saved``: the MACs (or parameters) that disappear with it in the layers that make its channels and in those that read
 them, given what is already removed. ``left``: the share of its layer that remains, only for layers that connect input
-and output; emptying one of them costs more than the sum of its parts. One structure of every layer always stays.
+and output; emptying one of them costs more than the sum of its parts. A layer inside a branch that something goes
+around may be emptied: then the whole branch disappears. Every other layer keeps a bundle.
 """
 
 from __future__ import annotations
@@ -16,210 +17,189 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from sosp.core.progress import track_progress
-from sosp.graph.channels import DenseWeight, Graph, Ids, ModuleCall
-from sosp.graph.flow import Flow
-from sosp.graph.labels import ZERO
-from sosp.graph.records import INPUT, Saliency, Structures
-from sosp.selection.greedy_order import (
-    OBJECTIVES,
-    LayerLimits,
-    check_share,
-    count_layer_structures,
-    find_reached,
-    limit_removals,
-)
+from sosp.graph.records import Saliency, Structures
+from sosp.selection.emptied_branches import Emptied, EmptiedBranches
+from sosp.selection.greedy_order import OBJECTIVES, check_share, limit_removals
+from sosp.selection.savings import Savings
 
 SAVING_POWER = 0.75  # below 1: many cheap removals cost more together than their sum
 CROWDING_POWER = 2
-NOBODY, ALWAYS_ZERO = -1, -2  # labels of values that no structure makes zero, and of constants
+STEPS = {"cpu": 8, "cuda": 32}  # widths that are multiples of this are fast there
+LEAST_STEPS, LEAST_STEPS_EMPTIABLE = 4, 2  # of a layer's width: narrower layers have smaller steps
 
 
-def order_by_price(saliency: Saliency, flow: Flow, what: str, cap: float | None) -> Tensor:
-    """Return all structures that may be removed, in order; ``what`` is "macs" or "params"."""
-    structures, device = saliency.structures, saliency.scores.device
+def order_by_price(
+    saliency: Saliency, shares: Mapping[str, float], cap: float | None = None, round_to: int | str = 1
+) -> list[np.ndarray]:
+    """Return the bundles of structures in the order of their removal.
+
+    Args:
+        saliency: Its structures have a flow.
+        shares: What counts as cost: ``{"macs": 1.0}``, or several with their weights.
+        cap: Largest share of structures to remove from a layer.
+        round_to: The width that remains of every layer is a multiple of this; ``"cpu"`` and ``"cuda"`` for what is
+            fast there, with smaller steps for narrow layers.
+    """
     if cap is not None:
         check_share("cap", cap)
-    widths = count_layer_structures(structures)
-    limits = LayerLimits(
-        structures, cap, device, [min(n, w - 1) for n, w in zip(limit_removals(widths, cap), widths, strict=True)]
-    )
-    savings = Savings(structures, flow, what)
-    crowding = Crowding(structures, widths, device)
-    state = OBJECTIVES[saliency.objective](saliency)
-    state.close(limits.full_structures())
+    work = PricedRemoval(saliency.to("cpu"), shares, cap, round_to)
     order = []
-    for _ in track_progress(range(sum(max(n, 0) for n in limits.left)), "selecting", sum(limits.left)):
-        s = torch.argmin(state.rise() / savings.per_structure(device) ** SAVING_POWER / crowding.factors)
-        order.append(int(s))
-        state.remove(s)
-        state.close(s)
-        savings.remove(int(s))
-        crowding.remove(int(s))
-        closed = limits.remove(s)
-        if closed is not None:
-            state.close(closed)
-    return torch.tensor(order, dtype=torch.long, device=device)
+    for _ in track_progress(range(work.most_bundles), "selecting", work.most_bundles):
+        bundle = work.find_cheapest()
+        if bundle is None:
+            break
+        work.remove(bundle)
+        order.append(bundle.removed)
+    return order
 
 
-class Crowding:
-    """What the price of a structure is divided by: a power of the share of its layer that remains."""
+@dataclass(frozen=True, eq=False)
+class Bundle:
+    """Structures of one layer that are removed in one step."""
 
-    def __init__(self, structures: Structures, widths: list[int], device: torch.device) -> None:
-        self.owner = structures.owner()
-        self.device, self.widths, self.left = device, widths, list(widths)
-        self.cut = find_cut_layers(structures)
-        self.factors = torch.ones(len(structures), dtype=torch.float64, device=device)
+    layer: int
+    members: np.ndarray
+    price: float
+    emptied: Emptied | None = None  # what goes with it, if it empties the layer
 
-    def remove(self, s: int) -> None:
-        """Update the factors of the layer of ``s``."""
-        layer = int(self.owner[s])
-        self.left[layer] -= 1
-        if layer in self.cut:
-            share = max(self.left[layer], 1) / self.widths[layer]
-            self.factors[(self.owner == layer).to(self.device)] = share**CROWDING_POWER
-
-
-def find_cut_layers(structures: Structures) -> set[int]:
-    """Return the layers without whose structures no path leads from the input to the output."""
-    owner = structures.owner()
-    owners = [owner[ids] if bool((ids >= 0).all()) else owner[:0] for ids in structures.ids]
-    found = set()
-    for i in range(len(structures.layers)):
-        dead = {
-            layer.name
-            for layer, owned in zip(structures.layers, owners, strict=True)
-            if len(owned) and bool((owned == i).all())
-        }
-        if dead and INPUT not in find_reached(structures.wiring, dead):
-            found.add(i)
-    return found
-
-
-# What a removal saves -------------------------------------------------------------------------------------------------
+    @property
+    def removed(self) -> np.ndarray:
+        """Return all structures that go."""
+        return self.members if self.emptied is None else np.union1d(self.members, self.emptied.structures)
 
 
 @dataclass(eq=False)
-class LayerSavings:
-    """A layer whose cost is ``unit * rows * columns``, and what each structure takes from it."""
+class LayerState:
+    """The structures of a layer that are still there, and how many are removed at a time."""
 
-    unit: float
-    rows: float  # that remain
-    columns: float
-    members: Ids  # (m,) structures with rows or columns here
-    row_shares: np.ndarray  # (m,) rows of each
-    column_shares: np.ndarray
+    alive: np.ndarray
+    width: int  # structures at the beginning
+    channels: int  # of the layer that remain, also those that no structure covers
+    each: int  # channels of a structure
+    step: int  # structures
+    most: int  # structures that may still be removed
+    cut: bool  # it connects input and output
 
-    def saved(self) -> np.ndarray:
-        """(m,) the cost that disappears here with each structure."""
-        both = self.row_shares * self.columns + self.column_shares * self.rows - self.row_shares * self.column_shares
-        return self.unit * both
-
-    def remove(self, s: int) -> None:
-        """Take the rows and columns of a structure away."""
-        at = np.flatnonzero(self.members == s)
-        self.rows -= float(self.row_shares[at].sum())
-        self.columns -= float(self.column_shares[at].sum())
-        self.row_shares[at] = self.column_shares[at] = 0
+    @property
+    def next_size(self) -> int:
+        """Return how many structures go next: as many as lead to a multiple of the step; 0 if none may go."""
+        size = (self.channels % (self.step * self.each)) // self.each or self.step
+        size = min(size, len(self.alive))
+        return size if size <= self.most else 0
 
 
-class Savings:
-    """The MACs or parameters that each structure would save now; updated as structures are removed."""
+class PricedRemoval:
+    """What is left of the structures, and what the next bundle of every layer costs."""
 
-    def __init__(self, structures: Structures, flow: Flow, what: str) -> None:
-        labels = label_values(structures, flow)
-        own = {layer.name: ids.numpy() for layer, ids in zip(structures.layers, structures.ids, strict=True)}
-        self.layers = [
-            built
-            for d in flow.graph.dense.values()
-            if (built := _build_layer(d, own.get(d.module), labels, what)) is not None
-        ]
-        self.touched: dict[int, list[LayerSavings]] = {}
+    def __init__(self, saliency: Saliency, shares: Mapping[str, float], cap: float | None, round_to: int | str) -> None:
+        structures = saliency.structures
+        self.state = OBJECTIVES[saliency.objective](saliency)
+        self.savings = Savings(structures, shares)
+        self.branches = EmptiedBranches(structures)
+        self.owner = structures.owner().numpy()
+        self.layers = list_layers(structures, self.branches, cap, round_to)
+        self.gone = np.zeros(len(structures), dtype=bool)
+        self.crowding = np.ones(len(structures))
+        self.single = np.zeros(len(structures), dtype=bool)  # they go one by one, and the layer keeps another
+        self.emptied: dict[int, Emptied | None] = {}  # known for the branches that are there
+        self.ends: frozenset[str] = frozenset()  # of the branches that have vanished
         for layer in self.layers:
-            for s in layer.members.tolist():
-                self.touched.setdefault(s, []).append(layer)
-        self.saved = np.zeros(len(structures))
-        for layer in self.layers:
-            self.saved[layer.members] += layer.saved()
-        self.least = max(self.saved.max(initial=0.0) * 1e-9, 1e-9)
+            self._update_singles(layer)
 
-    def per_structure(self, device: torch.device) -> Tensor:
-        """(S,) what each structure saves; a structure that saves nothing has the highest price."""
-        return torch.from_numpy(np.maximum(self.saved, self.least)).to(device)
+    @property
+    def most_bundles(self) -> int:
+        """Return an upper bound of the number of bundles."""
+        return sum(-(-layer.width // layer.step) + 1 for layer in self.layers)
 
-    def remove(self, s: int) -> None:
-        """Update the savings of all structures that share a layer with ``s``."""
-        for layer in self.touched.get(s, ()):
-            self.saved[layer.members] -= layer.saved()
-            layer.remove(s)
-            self.saved[layer.members] += layer.saved()
+    def find_cheapest(self) -> Bundle | None:
+        """Return the bundle with the smallest price; None if nothing more may be removed."""
+        rise = self.state.rise().double().numpy()
+        prices = rise / self.savings.per_structure() ** SAVING_POWER * self.crowding
+        offers = [self._offer(i, rise, prices) for i, layer in enumerate(self.layers) if layer.next_size]
+        if self.single.any():
+            s = int(np.argmin(np.where(self.single, prices, np.inf)))
+            offers.append(Bundle(int(self.owner[s]), np.array([s]), float(prices[s])))
+        return min((o for o in offers if o is not None), key=lambda o: o.price, default=None)
+
+    def _offer(self, i: int, rise: np.ndarray, prices: np.ndarray) -> Bundle | None:
+        """Return the next bundle of a layer, unless it is one of the ``single`` structures."""
+        layer, emptied = self.layers[i], None
+        if layer.next_size == len(layer.alive):
+            emptied = self._find_emptied(i)
+            if emptied is None:
+                return None
+        elif layer.next_size == 1:
+            return None
+        nearest = np.argsort(prices[layer.alive], kind="stable")[: layer.next_size]
+        members = layer.alive[nearest]
+        left = (len(layer.alive) - np.arange(len(members))) / layer.width
+        crowding = float(np.mean(left**-CROWDING_POWER)) if layer.cut else 1.0
+        ends = emptied.ends - self.ends if emptied else ()
+        removed = np.union1d(members, emptied.structures) if emptied else members
+        saved = self.savings.count_saved(removed, ends) / len(members)
+        together = self.state.rise_together(torch.from_numpy(members)) / len(members)
+        return Bundle(i, members, together * crowding / saved**SAVING_POWER, emptied)
+
+    def _find_emptied(self, i: int) -> Emptied | None:
+        """Return what goes with the rest of a layer; None if it must keep something."""
+        if i not in self.emptied:
+            gone = self.gone.copy()
+            gone[self.layers[i].alive] = True
+            found = self.branches.find(gone)
+            self.emptied[i] = found if found is not None and found.ends > self.ends else None
+        return self.emptied[i]
+
+    def remove(self, bundle: Bundle) -> None:
+        """Take a bundle away."""
+        for s in bundle.members:
+            self.state.remove(torch.tensor(s))
+        self.state.close(torch.from_numpy(bundle.removed))
+        self.gone[bundle.removed], self.single[bundle.removed] = True, False
+        changed = [self.layers[bundle.layer]]
+        changed[0].most -= len(bundle.members)
+        ends: frozenset[str] = frozenset()
+        if bundle.emptied is not None:
+            ends = bundle.emptied.ends - self.ends
+            self.ends, changed = bundle.emptied.ends, self.layers
+            self.emptied.clear()
+        self.savings.remove(bundle.removed, ends)
+        for layer in changed:
+            before = len(layer.alive)
+            layer.alive = layer.alive[~self.gone[layer.alive]]
+            layer.channels -= (before - len(layer.alive)) * layer.each
+            self._update_singles(layer)
+
+    def _update_singles(self, layer: LayerState) -> None:
+        """Say which structures of a layer can go one by one, and how crowded they are."""
+        self.single[layer.alive] = layer.next_size == 1 and len(layer.alive) > 1
+        if layer.cut and len(layer.alive):
+            self.crowding[layer.alive] = (len(layer.alive) / layer.width) ** -CROWDING_POWER
 
 
-def _build_layer(d: DenseWeight, own: Ids | None, labels: Ids, what: str) -> LayerSavings | None:
-    """Return the savings in a layer; None if no structure has a part in it."""
-    rows = own if own is not None and len(own) == len(d.out) else np.full(len(d.out), NOBODY)
-    grouped = d.groups > 1  # its columns belong to its rows
-    columns = np.full(len(d.into[0]), NOBODY) if grouped else labels[d.into[0]]
-    members = np.unique(np.concatenate([rows[rows >= 0], columns[columns >= 0]]))
-    if not len(members):
-        return None
-    unit = d.kernel / d.groups * (d.positions.get("eval", 0.0) if what == "macs" else 1.0)
-    shares = [np.array([np.count_nonzero(x == s) for s in members], dtype=float) for x in (rows, columns)]
-    return LayerSavings(unit, float(len(d.out)), float(len(d.into[0])), members, *shares)
-
-
-def label_values(structures: Structures, flow: Flow) -> Ids:
-    """(values,) the structure whose removal alone makes a value zero, and all that share its place."""
-    removers: dict[str, Ids] = {}
-    for layer, ids in zip(structures.layers, structures.ids, strict=True):
-        for module in layer.norms or (layer.name,):
-            removers[module] = ids.numpy()
-    return merge_places(propagate_labels(flow.graph, removers), flow.classes)
-
-
-def propagate_labels(graph: Graph, removers: Mapping[str, Ids]) -> Ids:
-    """Follow labels through the network as zeros spread: module -> (n,) labels of the channels that leave it."""
-    labels = np.full(graph.count, NOBODY)
-    labels[ZERO] = ALWAYS_ZERO
-    for step in graph.steps:
-        if isinstance(step, ModuleCall):
-            labels[step.out] = _label_call(step, labels, removers.get(step.module))
-            continue
-        operands = [_merge_labels(labels[x].T) for x in step.operands]
-        found = _merge_labels(np.stack(operands)) if step.all else np.full(len(step.out), NOBODY)
-        for operand, kills in zip(operands, step.kills, strict=True):
-            found = np.where((found == NOBODY) & kills, operand, found)
-        labels[step.out] = found
-    return labels
-
-
-def merge_places(labels: Ids, classes: Ids) -> Ids:
-    """(values,) the label that all values of a class share: a place is dropped as a whole."""
-    order = np.argsort(classes, kind="stable")
-    starts = np.flatnonzero(np.diff(classes[order], prepend=-1))
-    largest = np.maximum.reduceat(labels[order], starts)
-    known = np.where(labels == ALWAYS_ZERO, np.iinfo(labels.dtype).max, labels)[order]  # a zero shares every label
-    smallest = np.minimum.reduceat(known, starts)
-    merged = np.where(largest == smallest, largest, NOBODY)
-    return merged[np.searchsorted(classes[order][starts], classes)]
-
-
-def _label_call(call: ModuleCall, labels: Ids, own: Ids | None) -> Ids:
-    """(m,) the labels of what leaves a layer or a norm."""
-    found = labels[call.into]
-    if call.through is not None:
-        through = np.append(labels[call.through], ALWAYS_ZERO)[call.index]
-        found = np.where(through == NOBODY, found, through)
-    if own is not None and len(own) == len(call.given):
-        here = np.append(own, NOBODY)[call.index]
-        found = np.where(here == NOBODY, found, here)
+def list_layers(
+    structures: Structures, branches: EmptiedBranches, cap: float | None, round_to: int | str
+) -> list[LayerState]:
+    """Return the layers that own structures, with how many of them go at a time."""
+    owner = structures.owner().numpy()
+    found = []
+    for i, (layer, ids) in enumerate(zip(structures.layers, structures.ids, strict=True)):
+        mine = np.flatnonzero(owner == i)
+        alone = np.isin(np.arange(len(structures)), mine)
+        emptied = branches.find(alone)
+        each = max(1, int(np.isin(ids.numpy(), mine).sum()) // max(len(mine), 1))
+        step = choose_step(layer.channels, emptied is not None and bool(emptied.ends), round_to)
+        most = limit_removals([len(mine)], cap)[0]
+        found.append(LayerState(mine, len(mine), layer.channels, each, max(1, step // each), most, cut=emptied is None))
     return found
 
 
-def _merge_labels(parts: Ids) -> Ids:
-    """(n,) from (m, n): the label that all share; constants of zero share every label."""
-    first = parts.max(axis=0)
-    same = ((parts == first) | (parts == ALWAYS_ZERO)).all(axis=0)
-    return np.where(same, first, NOBODY)
+def choose_step(width: int, emptiable: bool, round_to: int | str) -> int:
+    """Return the number of channels that go together from a layer."""
+    if not isinstance(round_to, str):
+        return round_to
+    step, least = STEPS[round_to], LEAST_STEPS_EMPTIABLE if emptiable else LEAST_STEPS
+    while step > 1 and step * least > width:
+        step //= 2
+    return step

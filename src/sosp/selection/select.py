@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import isfinite
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sosp.errors import ArgumentError, BudgetError, DisconnectedError, check_choice, is_number
-from sosp.graph.flow import Flow
-from sosp.graph.layout import LayoutStyle
+from sosp.core.options import AUTO_OR_WHOLE, NUMBER, SHARES, TEXT, define_option
+from sosp.errors import ArgumentError, DisconnectedError, check_choice
+from sosp.graph.layout import JOINS, LayoutStyle
 from sosp.graph.mask import Mask
-from sosp.graph.plan import Cost, Plan, compute_cost, compute_whole_cost, plan_removal
+from sosp.graph.plan import Plan, compute_whole_cost
 from sosp.graph.records import INPUT, SCOPES, Saliency, Structures
+from sosp.selection.budgets import Budget, compute_cost_left, meet_budget, parse_limits, plan_structures
+from sosp.selection.emptied_branches import find_removed_channels
 from sosp.selection.greedy_order import (
     LayerLimits,
     build_limits,
@@ -25,29 +28,62 @@ from sosp.selection.greedy_order import (
     order_removals,
 )
 from sosp.selection.layer_shares import LayerQuotas, build_quotas, refuse_above_cap
-from sosp.selection.priced_order import order_by_price
+from sosp.selection.priced_order import STEPS, order_by_price
 from sosp.selection.quadratic_program import choose_subset
 
 SCALES = ("kernel", "macs", "params")
-RULES = ("saliency", "priced")
-MOST_RESTORED = 256  # structures that are tried to be kept after all
-LARGEST = 3  # layers in a message
+RULES = ("auto", "saliency", "priced")
+MOST_RESTORED = 256  # removals that are tried to be taken back
 
 
 @dataclass(frozen=True)
-class SelectionOptions:
-    """The arguments of ``select``."""
+class Selection:
+    """What may be removed, and what goes first; the options of ``find_structures``, ``select`` and ``shrink``."""
 
-    ratio: float | None = None
-    params: float | None = None
-    macs: float | None = None
-    cap: float | None = None
-    scale: str | None = None
-    round_to: int = 1
-    join: str = "scatter"
-    scope: str | None = None
-    ratios: Mapping[str, float] | None = None
-    rule: str = "saliency"
+    groups: Any = define_option(  # noqa: RUF009
+        TEXT,
+        "Remove whole channels of a stream (coupled), which makes the network faster, or independent filters.",
+        choices=("coupled", "independent"),
+        shown="coupled, or independent where no channel can be removed as a whole",
+    )
+    kind: str = define_option(
+        TEXT, "Structures to remove: filters or whole blocks.", "filters", choices=("filters", "blocks")
+    )
+    cap: float | None = define_option(NUMBER, "Largest share of structures to remove from one layer.", low=0, high=1)
+    scope: str | None = define_option(
+        TEXT,
+        "Rank the structures of all layers together, or layer by layer.",
+        choices=SCOPES,
+        shown="scope of the method",
+    )
+    ratios: Mapping[str, float] | None = define_option(
+        SHARES,
+        "Shares to remove from layers or name patterns: layer1.*=0.3,conv1=0. Other layers use --ratio, or are not "
+        "pruned.",
+    )
+    rule: str = define_option(
+        TEXT,
+        "Order of removal: by the rise of the loss per cost saved (priced), or by saliency.",
+        "auto",
+        choices=RULES,
+        shown="priced where it applies",
+    )
+    scale: str | None = define_option(
+        TEXT, "Measure of size by which to divide the saliency of each structure.", choices=SCALES
+    )
+    round_to: int | str = define_option(
+        AUTO_OR_WHOLE,
+        "Keep widths at multiples of this number.",
+        "auto",
+        low=1,
+        shown="auto: with --rule priced 8 on a CPU and 32 on a GPU, less in narrow layers",
+    )
+    join: str = define_option(TEXT, "How to join branches of different widths.", "scatter", choices=JOINS)
+
+    @property
+    def style(self) -> LayoutStyle:
+        """Return how the network is laid out."""
+        return LayoutStyle(self.join, 1 if self.round_to == "auto" else self.round_to)  # type: ignore[arg-type]
 
 
 def select(
@@ -58,11 +94,12 @@ def select(
     macs: float | None = None,
     cap: float | None = None,
     scale: str | None = None,
-    round_to: int = 1,
+    round_to: int | str = 1,
     join: str = "scatter",
     scope: str | None = None,
     ratios: Mapping[str, float] | None = None,
     rule: str = "saliency",
+    options: Selection | None = None,
 ) -> Mask:
     """Return a mask that removes the least important structures.
 
@@ -71,7 +108,7 @@ def select(
 
     Args:
         saliency: From ``sosp.score``.
-        ratio: Share of all structures to remove; half by default. Give one of ``ratio``, ``params`` and ``macs``.
+        ratio: Share of all structures to remove; half if no budget is given. Of several budgets all are met.
         params: Largest exact number of parameters of the network that ``shrink`` builds: a share up to 1, or a whole
             number above 1.
         macs: Largest number of multiply-accumulates, likewise.
@@ -79,7 +116,9 @@ def select(
             together.
         scale: Divide the increase of the objective by the edge of the structure's kernel (``"kernel"``, the paper's
             SOSP*), its ``"macs"`` or its ``"params"``.
-        round_to: Keep a multiple of this many structures in every layer, by restoring those removed last.
+        round_to: Keep a multiple of this many structures in every layer, by restoring those removed last, or by
+            removing as many at a time with ``rule="priced"``. There ``"auto"`` stands for 8 on a CPU and 32 on a GPU,
+            and for less in narrow layers.
         join: How ``shrink`` will join branches. The budget is met by the network that ``shrink`` builds with the same
             ``join`` and ``round_to``.
         scope: ``"global"`` ranks all structures together. ``"layer"`` removes the same share from every layer (the
@@ -88,8 +127,10 @@ def select(
         ratios: The share to remove from each layer, by name or pattern. The other layers lose ``ratio``, or nothing.
         rule: What decides between structures of all layers. ``"saliency"``: the rise of the objective, or that per
             ``scale``. ``"priced"``: the rise per cost (MACs, or parameters for ``params``) that a removal saves given
-            what is already removed, and more for layers that connect input and output as they become narrow. At least
-            one structure of every layer stays.
+            what is already removed, and more for layers that connect input and output as they become narrow. Each of
+            these keeps something; a branch that something goes around may be emptied, and goes as a whole.
+            ``"auto"``: priced where it applies.
+        options: These options as one record, ``sosp.Selection(...)``, in place of the single ones.
 
     Returns:
         The mask. The arguments are not changed.
@@ -98,101 +139,87 @@ def select(
         ArgumentError: If the budget cannot be met, or the arguments contradict each other.
         DisconnectedError: If the mask would cut the network in two.
     """
-    options = SelectionOptions(ratio, params, macs, cap, scale, round_to, join, scope, ratios, rule)
-    return select_and_plan(saliency, options)[0]
-
-
-def select_and_plan(saliency: Saliency, options: SelectionOptions) -> tuple[Mask, Plan | None]:
-    """Return the mask, and the plan to remove it if a budget of the built network had to be met."""
-    structures, cap, scale = saliency.structures, options.cap, options.scale
-    budget = parse_budget(options)
-    if scale is not None:
-        check_choice("scale", scale, SCALES)
-    check_choice("rule", options.rule, RULES)
-    scope = _resolve_scope(saliency, options.scope, options.ratios, budget)
-    if scope == "layer":
-        found = _select_by_layer(saliency, build_quotas(structures, options.ratios, cap), options, budget)
+    given: dict[str, Any] = {"cap": cap, "scale": scale, "round_to": round_to, "join": join}
+    given |= {"scope": scope, "ratios": ratios, "rule": rule}
+    if options is None:
+        options = Selection(**given)
     else:
-        found = _select_globally(saliency, options, budget)
-    mask, plan = (found.mask, found) if isinstance(found, Plan) else (Mask.from_structures(structures, found), None)
+        refuse_both(given, {"round_to": 1, "join": "scatter", "rule": "saliency"})
+    return select_and_plan(saliency, options, ratio=ratio, params=params, macs=macs)[0]
+
+
+def refuse_both(given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
+    """Raise ArgumentError if an option is given beside the record of options."""
+    twice = [name for name, value in given.items() if value != usual.get(name)]
+    if twice:
+        raise ArgumentError(f"options= is a record of all options: put {' and '.join(twice)} into it.")
+
+
+def check_selection(
+    options: Selection, ratio: float | None = None, params: float | None = None, macs: float | None = None
+) -> None:
+    """Raise ArgumentError for options and budgets that contradict each other."""
+    if options.cap is not None:
+        check_share("cap", options.cap)
+    if options.scope is not None:
+        check_choice("scope", options.scope, SCOPES)
+    if options.scale is not None:
+        check_choice("scale", options.scale, SCALES)
+    check_choice("rule", options.rule, RULES)
+    if isinstance(options.round_to, str):
+        check_choice("round_to", options.round_to, ("auto",))
+    limits = parse_limits(params, macs)
+    if options.ratios is not None and limits:
+        raise ArgumentError(
+            f"ratios sets the share to remove from each layer, and {' and '.join(limits)} limits the whole network: "
+            "give one of them."
+        )
+    if ratio is not None:
+        check_share("ratio", ratio)
+    assert options.style  # checks join and round_to
+
+
+def select_and_plan(
+    saliency: Saliency,
+    options: Selection,
+    *,
+    ratio: float | None = None,
+    params: float | None = None,
+    macs: float | None = None,
+) -> tuple[Mask, Plan | None]:
+    """Return the mask, and the plan to remove it if a budget of the built network had to be met."""
+    check_selection(options, ratio, params, macs)
+    options, scope = _resolve_rule(saliency, options), _resolve_scope(saliency, options)
+    limits = parse_limits(params, macs)
+    budget = Budget(limits, options.style, options.cap) if limits else None
+    structures, cap = saliency.structures, options.cap
+    if options.rule == "saliency" and structures.branches:  # it removes what it chooses and nothing else
+        structures = replace(structures, branches=())
+        saliency = replace(saliency, structures=structures)
+    if scope == "layer":
+        quotas = build_quotas(structures, options.ratios, cap)
+        found = _select_by_layer(saliency, quotas, options, ratio, budget)
+    else:
+        found = _select_globally(saliency, options, ratio, budget)
+    if isinstance(found, Plan):
+        mask, plan = found.mask, found
+    else:
+        mask, plan = Mask.from_structures(structures, found, find_removed_channels(structures, found)), None
     # If every layer keeps something, only a depthwise one can be empty: it lost some channels, its input the others.
     refuse_disconnected(structures, mask, budget, capped=scope == "layer" or (cap is not None and cap < 1))
     return mask, plan
 
 
-@dataclass(frozen=True)
-class SelectionBudget:
-    """A limit on the parameters or MACs of a network built with this layout."""
-
-    what: str
-    limit: float
-    style: LayoutStyle
-    cap: float | None = None
-
-
-def _resolve_scope(
-    saliency: Saliency, scope: str | None, ratios: Mapping[str, float] | None, budget: SelectionBudget | None
-) -> str:
-    """Return the scope of the ranking; with ``ratios`` each layer is ranked separately."""
-    if scope is not None:
-        check_choice("scope", scope, SCOPES)
-    if ratios is None:
-        return scope or saliency.scope
-    if scope == "global":
-        raise ArgumentError(
-            "ratios sets the share of each layer, but scope='global' ranks all layers together. Use scope='layer'."
-        )
-    if budget is not None:
-        raise ArgumentError(
-            f"ratios sets the share to remove from each layer, and {budget.what} limits the whole network: give one "
-            "of them."
-        )
-    return "layer"
-
-
-def _select_globally(saliency: Saliency, options: SelectionOptions, budget: SelectionBudget | None) -> Tensor | Plan:
-    """Choose structures from one ranking of all layers."""
-    structures, ratio, round_to = saliency.structures, options.ratio, options.round_to
-    ratio = 0.5 if ratio is None else ratio
-    check_share("ratio", ratio)
-    count = len(structures) if budget is not None else round(ratio * len(structures))
-    order = _order_globally(saliency, options, count)
-    if budget is not None:
-        plan = _meet_budget(structures, lambda n: _round_widths(structures, order[:n], round_to), len(order), budget)
-        return _restore_fitting(saliency, order, plan, budget) if options.rule == "priced" and round_to == 1 else plan
-    if count > len(order):
-        why = "keeping one of every layer" if options.cap is None else f"cap={options.cap}"
-        raise ArgumentError(
-            f"ratio={ratio} asks for {count} of {len(structures)} structures, but {why} leaves only "
-            f"{len(order)} to remove."
-        )
-    return _round_widths(structures, order, round_to)
-
-
-def _restore_fitting(saliency: Saliency, order: Tensor, plan: Plan, budget: SelectionBudget) -> Plan:
-    """Return a plan that keeps some structures more, the last removed first, as far as the budget allows."""
-    structures, owner = saliency.structures, saliency.structures.owner()
-    target = _find_target(getattr(compute_whole_cost(plan.flow), budget.what), budget)
-    removed, full = order[: plan.mask.chosen].tolist(), set[int]()
-    for s in reversed(removed[-MOST_RESTORED:]):
-        if int(owner[s]) not in full:
-            fewer = torch.tensor([t for t in removed if t != s], dtype=torch.long)
-            if _count_left(structures, plan.flow, fewer, budget) <= target:
-                removed.remove(s)
-            else:
-                full.add(int(owner[s]))  # the others of its layer save as much
-    mask = Mask.from_structures(structures, torch.tensor(removed, dtype=torch.long))
-    better = plan_removal(plan.flow, mask, budget.style)
-    return better if getattr(better.cost, budget.what) <= target else plan
-
-
-def _order_globally(saliency: Saliency, options: SelectionOptions, count: int) -> Tensor:
-    """Return up to ``count`` structures in the order of their removal, as the rule ranks those of all layers."""
+def _resolve_rule(saliency: Saliency, options: Selection) -> Selection:
+    """Return the options with the rule and the step of widths that apply."""
     structures = saliency.structures
+    known = structures.flow is not None and structures.kind == "filters"
+    if options.rule == "auto":  # a method that ranks every layer by itself has no use for a price
+        by_layer = "layer" in (options.scope or saliency.scope, options.scope) or options.ratios is not None
+        priced = known and not by_layer and options.scale is None
+        options = replace(options, rule="priced" if priced else "saliency")
     if options.rule == "saliency":
-        limits = build_limits(structures, options.cap, saliency.scores.device)
-        weights = _find_sizes(structures, options.scale)
-        return order_capped_removals(saliency, min(count, limits.total), weights, limits)
+        return replace(options, round_to=options.style.round_to)
     if options.scale is not None:
         raise ArgumentError("rule='priced' divides by what a removal really saves. Leave scale out.")
     if structures.flow is None or structures.kind == "weights":
@@ -200,23 +227,101 @@ def _order_globally(saliency: Saliency, options: SelectionOptions, count: int) -
             "rule='priced' needs the channel flow of the network, which these structures do not have. Use "
             "rule='saliency'."
         )
-    what = "params" if options.params is not None else "macs"
-    return order_by_price(saliency, structures.flow, what, options.cap)[:count]
+    return options
+
+
+def _resolve_scope(saliency: Saliency, options: Selection) -> str:
+    """Return the scope of the ranking; with ``ratios`` each layer is ranked separately."""
+    if options.ratios is None:
+        return options.scope or saliency.scope
+    if options.scope == "global":
+        raise ArgumentError(
+            "ratios sets the share of each layer, but scope='global' ranks all layers together. Use scope='layer'."
+        )
+    return "layer"
+
+
+def _select_globally(
+    saliency: Saliency, options: Selection, ratio: float | None, budget: Budget | None
+) -> Tensor | Plan:
+    """Choose structures from one ranking of all layers."""
+    structures = saliency.structures
+    ratio = ratio if ratio is not None else 0.0 if budget else 0.5
+    count = round(ratio * len(structures))
+    steps = _order_globally(saliency, options, budget, len(structures) if budget else count)
+    sizes = [0, *accumulate(map(len, steps))]
+    if count > sizes[-1]:
+        why = "keeping one of every layer" if options.cap is None else f"cap={options.cap}"
+        raise ArgumentError(
+            f"ratio={ratio} asks for {count} of {len(structures)} structures, but {why} leaves only "
+            f"{sizes[-1]} to remove."
+        )
+    least = next(k for k, size in enumerate(sizes) if size >= count)
+    order = _join(steps)
+    round_to = 1 if options.rule == "priced" else options.style.round_to
+
+    def chosen(k: int) -> Tensor:
+        return _round_widths(structures, order[: sizes[k]], round_to)
+
+    if budget is None:
+        return chosen(least)
+    plan = meet_budget(structures, chosen, len(steps), budget, least)
+    return _restore_fitting(saliency, steps, plan, budget, count) if options.rule == "priced" else plan
+
+
+def _restore_fitting(saliency: Saliency, steps: list[Tensor], plan: Plan, budget: Budget, count: int) -> Plan:
+    """Return a plan that takes some removals back, the last first, as far as the budget allows."""
+    structures, owner = saliency.structures, saliency.structures.owner()
+    whole, now, full = compute_whole_cost(plan.flow), plan.cost, set[int]()
+    taken = steps[: int((torch.tensor([len(s) for s in steps]).cumsum(0) <= plan.mask.chosen).sum())]
+    for step in reversed(taken[-MOST_RESTORED:]):
+        layer = int(owner[step[0]])
+        if layer in full:
+            continue
+        fewer = [other for other in taken if other is not step]
+        cost = compute_cost_left(structures, plan.flow, _join(fewer), budget.style)
+        if sum(map(len, fewer)) >= count and budget.is_met(cost, whole) and cost != now:
+            taken, now = fewer, cost
+        else:
+            full.add(layer)  # its other removals save as much
+    better = plan_structures(structures, plan.flow, _join(taken), budget.style)
+    return better if budget.is_met(better.cost, whole) else plan
+
+
+def _join(steps: list[Tensor]) -> Tensor:
+    return torch.cat(steps) if steps else torch.zeros(0, dtype=torch.long)
+
+
+def _order_globally(saliency: Saliency, options: Selection, budget: Budget | None, count: int) -> list[Tensor]:
+    """Return what is removed in each step, as the rule ranks the structures of all layers."""
+    structures, device = saliency.structures, saliency.scores.device
+    if options.rule == "saliency":
+        limits = build_limits(structures, options.cap, device)
+        weights = _find_sizes(structures, options.scale)
+        order = order_capped_removals(saliency, min(count, limits.total), weights, limits)
+        return list(order.split(1)) if len(order) else []
+    assert structures.flow is not None
+    shares = {"macs": 1.0} if budget is None else budget.weigh_costs(compute_whole_cost(structures.flow))
+    fast = device.type if device.type in STEPS else "cpu"
+    round_to = options.round_to if options.round_to != "auto" else fast if structures.branches else 1
+    return [torch.from_numpy(b).to(device) for b in order_by_price(saliency, shares, options.cap, round_to)]
 
 
 def _select_by_layer(
-    saliency: Saliency, quotas: LayerQuotas, options: SelectionOptions, budget: SelectionBudget | None
+    saliency: Saliency, quotas: LayerQuotas, options: Selection, ratio: float | None, budget: Budget | None
 ) -> Tensor | Plan:
     """Choose the least important share of every layer."""
-    structures, ratio = saliency.structures, options.ratio
+    structures = saliency.structures
     fill = _build_layer_selector(saliency, options.cap, options.scale)
+    round_to = options.style.round_to
 
     def at(share: float) -> Tensor:
-        return _round_widths(structures, fill(quotas.at(share)), options.round_to)
+        return _round_widths(structures, fill(quotas.at(share)), round_to)
 
     if budget is not None:
         steps = [0.0, *quotas.steps()]
-        return _meet_budget(structures, lambda n: at(steps[n]), len(steps) - 1, budget)
+        least = next((k for k, share in enumerate(steps) if share >= (ratio or 0.0)), len(steps) - 1)
+        return meet_budget(structures, lambda n: at(steps[n]), len(steps) - 1, budget, least)
     if ratio is None:
         ratio = 0.0 if quotas.shares else 0.5
     refuse_above_cap(ratio, options.cap)
@@ -250,89 +355,6 @@ def _build_layer_selector(saliency: Saliency, cap: float | None, scale: str | No
     return lambda quotas: torch.cat([one(i, k) for i, k in enumerate(quotas)])
 
 
-def parse_budget(options: SelectionOptions) -> SelectionBudget | None:
-    """Return the budget of parameters or MACs; None if the budget is a ratio of the structures."""
-    given = {"ratio": options.ratio, "params": options.params, "macs": options.macs}
-    named = {name: value for name, value in given.items() if value is not None}
-    style = LayoutStyle(options.join, options.round_to)
-    if len(named) > 1:
-        raise ArgumentError(f"give one of ratio, params and macs, not {' and '.join(named)}.")
-    if options.ratio is not None or not named:
-        return None
-    ((name, value),) = named.items()
-    if not is_number(value) or not isfinite(value) or not (0 < value <= 1 or value == int(value) > 1):
-        raise ArgumentError(f"{name}={value!r} must be the share to keep, up to 1, or a whole number of {name}.")
-    return SelectionBudget(name, value, style, options.cap)
-
-
-def _meet_budget(structures: Structures, chosen: Callable[[int], Tensor], most: int, budget: SelectionBudget) -> Plan:
-    """Plan to remove the first of the growing sets ``chosen(0), ..., chosen(most)`` that meets the limit."""
-    what = budget.what
-    if structures.flow is None or structures.kind == "weights":
-        raise ArgumentError(f"{what}= needs the channel flow of the network, which these structures do not have.")
-    flow = structures.flow
-    whole = getattr(compute_whole_cost(flow), what)
-    target = _find_target(whole, budget)
-
-    def left(flow: Flow, count: int) -> int:
-        return _count_left(structures, flow, chosen(count), budget)
-
-    low = 0
-    while True:
-        if low > most or left(flow, most) > target:
-            smallest = plan_removal(flow, Mask.from_structures(structures, chosen(most)), budget.style).cost
-            raise BudgetError(_describe_unmet_budget(structures, budget, smallest, whole))
-        high = most
-        while low < high:
-            middle = (low + high) // 2
-            if left(flow, middle) <= target:
-                high = middle
-            else:
-                low = middle + 1
-        plan = plan_removal(flow, Mask.from_structures(structures, chosen(low)), budget.style)
-        if getattr(plan.cost, what) <= target:
-            return plan
-        # The dry run showed that the code requires a fixed width: the search continues with that width.
-        flow = flow.with_pins(plan.flow.learned, plan.flow.fixed)
-        low += 1
-
-
-def _find_target(whole: int, budget: SelectionBudget) -> float:
-    """Return the largest number of parameters or MACs that may remain of the whole network's."""
-    limit = budget.limit
-    return limit * whole * (1 + 1e-12) if limit <= 1 else limit  # 57 / 101 * 101 is 56.999...
-
-
-def _count_left(structures: Structures, flow: Flow, removed: Tensor, budget: SelectionBudget) -> int:
-    """Return the parameters or MACs that remain without these structures, if the flow's pins are all there are."""
-    places = {layer.name: layer.norms for layer in structures.layers}
-    outputs = flow.find_removed_outputs(structures.channels_of(removed), places)
-    return getattr(compute_cost(flow, flow.layout(outputs, budget.style)), budget.what)
-
-
-def _describe_unmet_budget(structures: Structures, budget: SelectionBudget, smallest: Cost, whole: int) -> str:
-    """Say what remains of the network, in which layers, and which of the options given allow less."""
-    what, cap, round_to = budget.what, budget.cap, budget.style.round_to
-    ways = f"Raise {what}" + (f" or cap={cap}" if cap is not None else "")
-    ways += f", or lower round_to={round_to}" if round_to > 1 else ""
-    return (
-        f"{what}={budget.limit} cannot be met: after everything that can be removed is removed, "
-        f"{getattr(smallest, what):,} of {whole:,} {what} remain. "
-        f"{_describe_largest_layers(structures, what, smallest)}{ways}."
-    )
-
-
-def _describe_largest_layers(structures: Structures, what: str, cost: Cost) -> str:
-    """Name the layers that hold most of what remains, and their shares."""
-    sizes = {layer.name: getattr(layer, what) for layer in cost.layers if getattr(layer, what)}
-    prunable = {layer.name for layer in structures.layers}
-    shares = [
-        f"{name!r} ({size / sum(sizes.values()):.1%}{'' if name in prunable else ', without structures'})"
-        for name, size in sorted(sizes.items(), key=lambda item: -item[1])[:LARGEST]
-    ]
-    return f"Most of them are in {', '.join(shares)}. " if shares else ""
-
-
 def _round_widths(structures: Structures, chosen: Tensor, round_to: int) -> Tensor:
     """Restore the last removals of each layer until it keeps a multiple of ``round_to`` structures."""
     if round_to == 1:
@@ -359,7 +381,7 @@ def _find_sizes(structures: Structures, scale: str | None) -> Tensor | None:
 
 
 def refuse_disconnected(
-    structures: Structures, mask: Mask, budget: SelectionBudget | None = None, *, capped: bool = False
+    structures: Structures, mask: Mask, budget: Budget | None = None, *, capped: bool = False
 ) -> None:
     """Raise DisconnectedError if every path from the input to the output passes a layer that the mask empties."""
     dead = _find_dead_layers(structures, mask)
@@ -374,7 +396,7 @@ def refuse_disconnected(
         if not capped:
             bound = "bound the share removed per layer (cap=0.95)"
         if budget is not None:
-            why, way = f"{budget.what}={budget.limit} takes", f"Raise {budget.what}"
+            why, way = f"{budget} takes", f"Raise {' or '.join(budget.limits)}"
         raise DisconnectedError(
             f"{why} every channel of {names}, which disconnects the network. {way}, {bound}, or exclude the layer."
         )

@@ -14,7 +14,7 @@ from torch import nn
 from sosp.baselines import Slimming
 from sosp.core.text_files import read_json, write_json
 from sosp.data import Dataset
-from sosp.pipeline import train
+from sosp.pipeline.train import train
 from sosp.studies.workspace import Workspace
 from sosp.training import Epoch, Schedule, Trained
 from sosp.training.watcher import Watcher

@@ -11,8 +11,8 @@ import typer
 
 from sosp.app.cli.output import Screen
 from sosp.app.config import SECTIONS
-from sosp.app.options import FLAG, Option, collect_options
 from sosp.core import distributed
+from sosp.core.options import FLAG, Option, collect_options
 
 PANELS = {
     "model": "Model",

@@ -14,9 +14,9 @@ from sosp.app.cli.run_commands import Target, launch_run, warn_without_weights
 from sosp.app.cli.targets import find_unpruned_file, merge_data_section, refuse_weights, resolve_target
 from sosp.app.cli.terminal_tables import create_bottlenecks_table, format_large_number
 from sosp.app.config import build_config, format_flag
-from sosp.app.options import RATIOS
 from sosp.app.run import find_run_bottlenecks, prepare_bottleneck_job
 from sosp.app.run.run_folder import SALIENCY, is_run, read_record
+from sosp.core.options import RATIOS
 from sosp.errors import ArgumentError, check_whole_number
 from sosp.selection.saved_saliency import SavedSaliency, read_saliency
 

@@ -25,7 +25,7 @@ from sosp.training.initial_statistics import recalibrate_untrained
 def prepare_bottleneck_job(config: Config, *, data: bool) -> RunJob:
     """As ``prepare``; without the data where nothing is scored, so that it need not be there any more."""
     job = prepare_job(replace(config, prune=None, data=config.data if data else DataSection()))
-    return replace(job, config=replace(job.config, prune=config.prune or PruningSection()))
+    return replace(job, config=replace(job.config, prune=(config.prune or PruningSection()).settle()))
 
 
 def find_run_bottlenecks(
@@ -42,7 +42,7 @@ def find_run_bottlenecks(
     structures = find_job_structures(job, job.start)
     if kept is not None and list(kept.layers) != [layer.name for layer in structures.layers]:
         raise RunError("the saliency that the run saved does not match its network: their layers differ.")
-    check_structures(job.start, structures, section.method)
+    check_structures(job.start, structures, section.method or "sosp-h")
     parts = split_examples(job, section, subsamples + (kept is None)) if subsamples or kept is None else []
     model = recalibrate_untrained(job.start, job.dataset.train, job.config.run.seed) if parts else job.start
     scored = [_scored(job, model, structures, section, part) for part in parts]
@@ -62,7 +62,7 @@ def _is_pruned(job: RunJob) -> bool:
 def split_examples(job: RunJob, section: PruningSection, parts: int) -> list[tuple[Tensor, Tensor]]:
     """So many sets of examples that share none; rows in turn, since files come class by class."""
     source = job.dataset.train
-    each = min(section.examples, len(source) // parts)
+    each = min(len(source) if section.examples is None else int(section.examples), len(source) // parts)
     if not each:
         raise ArgumentError(
             f"{len(source)} training examples are too few for {parts} subsamples: each needs at least one."
@@ -76,7 +76,7 @@ def _scored(job: RunJob, model: nn.Module, structures: Structures, section: Prun
     return score(
         model,
         examples,
-        method=section.method,
+        method=section.method or "sosp-h",
         structures=structures,
         examples=None,
         generator=torch.Generator().manual_seed(job.config.run.seed),

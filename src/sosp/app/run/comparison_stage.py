@@ -31,7 +31,8 @@ COMPARISON_FILE = "comparison.csv"
 
 def plan_comparison(job: RunJob) -> ComparisonPlan:
     """What the sections [compare] and [prune] say."""
-    section, how = job.config.compare, job.config.prune or PruningSection()
+    section, how = job.config.compare, (job.config.prune or PruningSection()).settle()
+    scoring: dict[str, Any] = {"examples": how.examples, "gate": how.gate}
     assert section is not None
     keep = (*(how.exclude or ()), *(() if how.downsampling else downsampling(job.start)))
     plan = ComparisonPlan(
@@ -39,9 +40,8 @@ def plan_comparison(job: RunJob) -> ComparisonPlan:
         ratios=section.ratios,
         seeds=section.seeds,
         seed=job.config.run.seed,
-        examples=how.examples,
         recalibrate=section.statistics,
-        gate=how.gate,
+        **scoring,
         groups=how.groups,
         exclude=keep,
         repair=section.repair,

@@ -12,10 +12,11 @@ from torch import nn
 from sosp.app.config import PruningSection
 from sosp.app.run.comparison_stage import plan_comparison
 from sosp.app.run.expansion_stage import plan_expansion
-from sosp.app.run.job import RunJob, find_job_structures
+from sosp.app.run.job import RunJob, find_job_structures, open_pruning
 from sosp.core.batches import call_model
 from sosp.core.losses import find_logits
 from sosp.graph.plan import count
+from sosp.pipeline.cut import choose_scoring
 
 PASSES = 3  # a training step costs a forward pass and, in weights and activations, two more
 
@@ -52,11 +53,13 @@ def _training(job: RunJob, stage: str, macs: int, each: float) -> dict[str, Any]
 
 
 def _pruning(job: RunJob, section: PruningSection) -> dict[str, Any]:
+    structures = find_job_structures(job, job.start)
+    how = choose_scoring(structures, open_pruning(job, job.start))
     return {
-        "method": section.method,
-        "structures": len(find_job_structures(job, job.start)),
+        "method": how["method"],
+        "structures": len(structures),
         "budget": section.budget,
-        "examples": min(section.examples, len(job.dataset.train)),
+        "examples": min(how["examples"], len(job.dataset.train)),
     }
 
 

@@ -33,7 +33,7 @@ COLUMNS = [f.name for f in fields(ExpansionPoint) if f.name not in ("blocks", "l
 
 def plan_expansion(job: RunJob) -> ExpansionPlan:
     """What the sections [expand] and [prune] say."""
-    how, section = job.config.prune or PruningSection(), job.config.expand
+    how, section = (job.config.prune or PruningSection()).settle(), job.config.expand
     assert section is not None
     keep = (*(how.exclude or ()), *(() if how.downsampling else downsampling(job.start)))
     same = {name: getattr(how, name) for name in ("method", "examples", "gate", "groups", "cap")}

@@ -22,11 +22,12 @@ from sosp.data import load as load_data
 from sosp.errors import ArgumentError, CheckpointError, DataError, DisconnectedError
 from sosp.graph.mask import Mask
 from sosp.graph.records import Saliency, Structures
-from sosp.graph.structures import downsampling, find_excluded_names, find_structures
+from sosp.graph.structures import downsampling, find_excluded_names
 from sosp.nets import by_name
+from sosp.pipeline.cut import PruningCall
 from sosp.scoring.methods import METHODS
 from sosp.scoring.score import check_structures
-from sosp.selection.select import select
+from sosp.selection.select import select_and_plan
 from sosp.surgery.checkpoint import inspect
 from sosp.training.user_data import move_to_device
 
@@ -233,7 +234,7 @@ def check_job(job: RunJob) -> None:
         find_excluded_names(job.start, config.prune.exclude or (), parameters=False)
         if config.train is not None:
             structures = find_job_structures(job, job.start)
-            check_structures(job.start, structures, config.prune.method)
+            check_structures(job.start, structures, config.prune.method or "sosp-h")
             _refuse_choice(structures, config.prune)
     for section in (config.train, config.finetune):
         if section is not None:
@@ -248,19 +249,31 @@ def check_job(job: RunJob) -> None:
 def _refuse_choice(structures: Structures, section: PruningSection) -> None:
     """A budget, a cap or shares that no scores could meet."""
     anything = torch.arange(float(len(structures)))
-    saliency = Saliency(structures, section.method, None, values=anything, scope=METHODS[section.method].scope)
+    method = section.method or "sosp-h"
+    saliency = Saliency(structures, method, None, values=anything, scope=METHODS[method].scope)
     with suppress(DisconnectedError):  # that depends on the scores
-        select(saliency, **section.selection_options)
+        select_and_plan(saliency, section.selection, **section.budget)
+
+
+def open_pruning(job: RunJob, model: nn.Module) -> PruningCall:
+    """The call of ``sosp.prune`` that the section [prune] describes."""
+    section = job.config.prune
+    assert section is not None
+    return PruningCall.open(
+        model,
+        job.dataset,
+        method=section.method,
+        exclude=[*(section.exclude or ()), *(() if section.downsampling else downsampling(model))],
+        scoring=replace(section.scoring, generator=torch.Generator().manual_seed(job.config.run.seed)),
+        selection=section.selection,
+        repairing=section.repairing,
+        preset=section.preset,
+    )
 
 
 def find_job_structures(job: RunJob, model: nn.Module) -> Structures:
     """What may be removed, by the section [prune]."""
-    section = job.config.prune
-    assert section is not None
-    keep = [*(section.exclude or ()), *(() if section.downsampling else downsampling(model))]
-    return find_structures(
-        model, job.example, kind=section.kind, gate=section.gate, groups=section.groups, exclude=keep
-    )
+    return open_pruning(job, model).find_first_structures(model)
 
 
 def load_teacher(job: RunJob, stage: str, before: nn.Module | None) -> nn.Module | None:

@@ -20,7 +20,7 @@ from sosp.graph.mask import Mask, masked
 from sosp.graph.plan import plan_removal
 from sosp.graph.records import INPUT, Saliency, Structures
 from sosp.nets.by_name import parse_network_name
-from sosp.pipeline import Pruned
+from sosp.pipeline.pruned import Pruned
 from sosp.selection.greedy_order import rank_structures
 from sosp.selection.saved_saliency import read_saliency
 from sosp.studies.bottlenecks.bottleneck_detection import CostOf, bottlenecks
@@ -44,7 +44,7 @@ def find_saved_bottlenecks(job: RunJob, saved: Path, structures: Structures) -> 
 
 def collect_details(model: nn.Module, found: Pruned, section: PruningSection, scored: Source) -> dict[str, Any]:
     """``layers`` and, unless the section says otherwise, ``losses``, on the examples that it was ``scored`` with."""
-    layers = list_widths(found, LayoutStyle(section.join, section.round_to))
+    layers = list_widths(found, section.selection.style)
     return {"layers": layers, "losses": measure_losses(model, found, scored) if section.curve else None}
 
 

@@ -35,5 +35,5 @@ def name_run(config: Config, command: str) -> str:
     parts = [command, Path(net).name, (config.data.name or "").rpartition(":")[2]]
     if config.prune is not None and config.compare is None:
         budget = config.prune.budget if config.expand is None else {"x": config.expand.factor}
-        parts += [config.prune.method, *(f"{k}{v:g}" for k, v in budget.items())]
+        parts += [*([config.prune.method] if config.prune.method else []), *(f"{k}{v:g}" for k, v in budget.items())]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(filter(None, [*parts, f"seed{config.run.seed}"])))

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sosp.app.config import PruningSection, TrainingSection
+from sosp.app.config import TrainingSection
 from sosp.app.run.comparison_stage import run_comparison
 from sosp.app.run.expansion_stage import run_expansion
-from sosp.app.run.job import RunJob, find_job_structures, load_teacher, read_mask
+from sosp.app.run.job import RunJob, load_teacher, open_pruning, read_mask
 from sosp.app.run.report_details import collect_details, find_saved_bottlenecks
 from sosp.app.run.run_folder import DETAILS, SALIENCY, RunFolder
 from sosp.baselines import Slimming
@@ -22,17 +22,13 @@ from sosp.data import Source
 from sosp.graph.latency import latency
 from sosp.graph.mask import Mask
 from sosp.graph.plan import Cost, count
-from sosp.graph.records import Saliency
-from sosp.pipeline import Pruned, prune_and_repair, select_and_shrink, train
+from sosp.pipeline.train import train
 from sosp.refit import Repaired
-from sosp.scoring.score import score
 from sosp.selection.saved_saliency import save_saliency
 from sosp.surgery.checkpoint import save
 from sosp.training import Epoch, evaluate, recalibrate
 from sosp.training.initial_statistics import recalibrate_untrained
 from sosp.training.watcher import Watcher
-
-BATCH = 250  # of the data that is scored with; passes cut it to what fits
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,13 +86,15 @@ def run_pruning(stage: str, job: RunJob, stand: StageInput, run: RunFolder, watc
     """Score, select, shrink, save; the figures before and after."""
     section = job.config.prune
     assert section is not None
-    watch.event("begin", {"stage": stage, "method": section.method, "budget": section.budget})
-    found, scoring = prune_network(job, stand.model, section)
+    watch.event("begin", {"stage": stage, "method": section.method or "default", "budget": section.budget})
+    model = recalibrate_untrained(stand.model, job.dataset.train, job.config.run.seed)
+    call = open_pruning(job, model)
+    found = call.prune(**section.budget)
     small = found.model
     if section.recalibrate:
         small = recalibrate(small, job.dataset.train, seed=job.config.run.seed)
     times = latency({"before": stand.model, "after": small}, job.example)
-    inside = collect_details(stand.model, found, section, take_scoring_examples(job, section))
+    inside = collect_details(model, found, section, take_scoring_examples(job, found.saliency.examples))
     if run.writes:
         save_saliency(run.folder / SALIENCY, found.saliency, found.mask)
         narrow = find_saved_bottlenecks(job, run.folder / SALIENCY, found.saliency.structures)
@@ -104,43 +102,13 @@ def run_pruning(stage: str, job: RunJob, stand: StageInput, run: RunFolder, watc
     _keep(run, stage, small, found.mask)
     return {
         **({} if found.repaired is None else {"repair": summarize_repair(found.repaired)}),
-        "method": section.method,
+        "method": found.saliency.method,
         "structures": found.mask.structures,
         "removed": found.mask.chosen,
-        "scoring_seconds": scoring,
+        "scoring_seconds": found.seconds["scoring"],
         "before": measure_network(job, stand.model, times["before"].median, found.cost_before),
         **measure_network(job, small, times["after"].median, found.cost_after),
     }
-
-
-def prune_network(job: RunJob, model: nn.Module, section: PruningSection) -> tuple[Pruned, float]:
-    """The smaller network, by what the section says, and the seconds that scoring took."""
-    examples = take_scoring_examples(job, section)
-    times: list[float] = []
-
-    def scored(network: nn.Module) -> Saliency:
-        structures = find_job_structures(job, network)
-        started = time.perf_counter()
-        saliency = score(
-            recalibrate_untrained(network, job.dataset.train, job.config.run.seed),
-            examples.ordered(batch=BATCH),
-            method=section.method,
-            structures=structures,
-            examples=len(examples),
-            generator=torch.Generator().manual_seed(job.config.run.seed),
-            objective=section.objective,
-            classes=section.samples,
-        )
-        times.append(time.perf_counter() - started)
-        return saliency
-
-    if section.repair:
-        found = prune_and_repair(
-            model, job.dataset.train, job.example, section.selection_options, scored, section.rounds
-        )
-    else:
-        found = select_and_shrink(model, scored(model), job.example, section.selection_options)
-    return found, sum(times)
 
 
 def summarize_repair(repaired: Repaired) -> dict[str, Any]:
@@ -149,10 +117,10 @@ def summarize_repair(repaired: Repaired) -> dict[str, Any]:
     return {"layers": [asdict(x) for x in repaired.layers], **{name: getattr(repaired, name) for name in names}}
 
 
-def take_scoring_examples(job: RunJob, section: PruningSection) -> Source:
+def take_scoring_examples(job: RunJob, examples: int) -> Source:
     """The training examples that structures are scored with."""
     train_set = job.dataset.train
-    return train_set.subset(min(section.examples, len(train_set)), job.config.run.seed).to(job.device)
+    return train_set.subset(min(examples, len(train_set)), job.config.run.seed).to(job.device)
 
 
 # --- what all stages share ------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 from sosp.core import distributed
 from sosp.data import Dataset
 from sosp.errors import DisconnectedError
-from sosp.pipeline import train
+from sosp.pipeline.train import train
 from sosp.refit import repair
 from sosp.scoring.methods import METHODS
 from sosp.studies.compare.comparison_cells import ComparisonCell, ComparisonPlan, ComparisonStore

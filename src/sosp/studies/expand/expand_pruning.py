@@ -11,7 +11,7 @@ from sosp.core import distributed
 from sosp.data import Dataset
 from sosp.errors import ArgumentError, CheckpointError
 from sosp.nets import Width
-from sosp.pipeline import train
+from sosp.pipeline.train import train
 from sosp.studies.bottlenecks.bottleneck_detection import bottlenecks
 from sosp.studies.bottlenecks.bottleneck_record import Bottlenecks
 from sosp.studies.bottlenecks.removals import RATIOS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 from pathlib import Path
 
 import torch
@@ -17,8 +18,9 @@ from sosp.errors import ArgumentError, DisconnectedError
 from sosp.graph.mask import Mask
 from sosp.graph.plan import Cost, count
 from sosp.graph.records import Saliency
-from sosp.pipeline import select_and_shrink, train
-from sosp.selection.select import select
+from sosp.pipeline.cut import select_and_shrink
+from sosp.pipeline.train import train
+from sosp.selection.select import Selection, select
 from sosp.studies.bottlenecks.bottleneck_detection import bottlenecks
 from sosp.studies.bottlenecks.bottleneck_record import Bottlenecks
 from sosp.studies.expand.expansion_folder import claim_expansion
@@ -200,12 +202,13 @@ def _prune_once(
     work: PruningTask,
     point: ExpansionPoint,
 ) -> tuple[nn.Module, Mask, Cost]:
-    choice = {point.budget: point.size, "cap": scene.plan.cap}
+    how = Selection(cap=scene.plan.cap, rule="saliency", round_to=1)
+    budget: dict[str, Any] = {point.budget: point.size}
     if not course.shuffled:
-        made = select_and_shrink(model, saliency, work.example, choice)
+        made = select_and_shrink(model, saliency, work.example, how, **budget)
         return made.model, made.mask, made.cost_after
     generator = torch.Generator().manual_seed(scene.setup.seed)
-    mask = select(saliency, **choice).shuffled(generator, saliency.structures)  # type: ignore[arg-type]
+    mask = select(saliency, options=how, **budget).shuffled(generator, saliency.structures)
     small = shrink(model, mask, work.example)
     return small, mask, count(small, work.example)
 

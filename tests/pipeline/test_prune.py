@@ -116,12 +116,12 @@ def wanted(trained: dict[str, Tensor]) -> sosp.Pruned:
     """From a pair of tensors."""
     net = Net().eval()
     net.load_state_dict(trained)
-    return sosp.prune(net, pictures(), ratio=0.3, examples=None)
+    return sosp.prune(net, pictures(), ratio=0.3, scoring=sosp.Scoring(examples=None))
 
 
 @pytest.mark.parametrize("kind", DATA)
 def test_data_of_every_kind(model: Net, wanted: sosp.Pruned, kind: str) -> None:
-    found = sosp.prune(model, DATA[kind](), ratio=0.3, examples=None)
+    found = sosp.prune(model, DATA[kind](), ratio=0.3, scoring=sosp.Scoring(examples=None))
     assert removed(found.mask) == removed(wanted.mask)
     assert found.saliency.examples == EXAMPLES
     assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), wanted.model.parameters(), strict=True))
@@ -135,10 +135,16 @@ def test_a_generator_is_read_once_and_no_further_than_needed(model: Net) -> None
             taken.append(len(batch[0]))
             yield batch
 
-    found = sosp.prune(model, data(), ratio=0.3, examples=20, preset="paper")
+    found = sosp.prune(model, data(), ratio=0.3, scoring=sosp.Scoring(examples=20), preset="paper")
     assert found.saliency.examples == 20
     assert sum(taken) == 24
-    first = sosp.prune(model, [(x[:20], y[:20]) for x, y in [pictures()]], ratio=0.3, examples=None, preset="paper")
+    first = sosp.prune(
+        model,
+        [(x[:20], y[:20]) for x, y in [pictures()]],
+        ratio=0.3,
+        scoring=sosp.Scoring(examples=None),
+        preset="paper",
+    )
     assert removed(found.mask) == removed(first.mask)
 
 
@@ -165,7 +171,9 @@ class Keyed(nn.Module):
 @pytest.mark.parametrize("once", [False, True])
 def test_dict_batches(model: Net, wanted: sosp.Pruned, once: bool) -> None:
     data = [{"pixels": x, "labels": y} for x, y in batches(16)]
-    found = sosp.prune(Keyed(model).eval(), iter(data) if once else data, ratio=0.3, examples=None)
+    found = sosp.prune(
+        Keyed(model).eval(), iter(data) if once else data, ratio=0.3, scoring=sosp.Scoring(examples=None)
+    )
     assert removed(found.mask) == {f"net.{n}": c for n, c in removed(wanted.mask).items()}
     assert found.model(pixels=pictures()[0][:2])["logits"].shape == (2, CLASSES)
 
@@ -214,7 +222,7 @@ def test_the_steps_one_by_one_give_the_same(model: Net) -> None:
     found = sosp.prune(model, data, macs=0.6, exclude=["skip"])
     structures = sosp.find_structures(model, data[0][:8], groups="coupled", exclude=["skip"])
     saliency = sosp.score(model, data, method="sosp-i", structures=structures, targets="own", examples=256)
-    mask = sosp.select(saliency, macs=0.6, rule="priced")
+    mask = sosp.select(saliency, macs=0.6, options=sosp.Selection())
     small = sosp.repair(sosp.shrink(model, mask, data[0][:8]), model, data, examples=1000).model
     assert removed(found.mask) == removed(mask)
     assert "skip" not in found.mask.removed
@@ -293,7 +301,7 @@ def test_it_can_be_fine_tuned(model: Net) -> None:
 
 
 def test_coupled_streams_need_no_scatter(model: Net) -> None:
-    coupled = sosp.prune(model, pictures(), macs=0.5, groups="coupled")
+    coupled = sosp.prune(model, pictures(), macs=0.5, selection=sosp.Selection(groups="coupled"))
     free = sosp.prune(model, pictures(), macs=0.5, preset="paper")
     assert not any(isinstance(m, Scatter) for m in coupled.model.modules())
     assert any(isinstance(m, Scatter) for m in free.model.modules())
@@ -332,7 +340,7 @@ def test_the_model_is_left_as_it_was(model: Net, groups: str) -> None:
     x, y = pictures()
     given = x.clone()
     with check_unchanged(model):
-        found = sosp.prune(model, (x, y), params=0.6, groups=groups)
+        found = sosp.prune(model, (x, y), params=0.6, selection=sosp.Selection(groups=groups))
     assert torch.equal(x, given)
     assert found.model.training
     assert not found.model.a1.training
@@ -349,7 +357,7 @@ def test_regression(model: Net) -> None:
 
 
 def test_a_cap_bounds_every_layer(model: Net) -> None:
-    found = sosp.prune(model, pictures(), ratio=0.45, cap=0.5, preset="paper")
+    found = sosp.prune(model, pictures(), ratio=0.45, preset="paper", selection=sosp.Selection(cap=0.5))
     assert found.mask == sosp.select(found.saliency, ratio=0.45, cap=0.5)
     widths = {layer.name: layer.channels for layer in found.mask.layers}
     assert max(len(gone) / widths[name] for name, gone in found.mask.removed.items()) == 0.5
@@ -363,13 +371,19 @@ def test_a_cap_bounds_every_layer(model: Net) -> None:
 
 
 def test_every_layer_by_itself(model: Net) -> None:
-    found = sosp.prune(model, pictures(), ratio=0.5, scope="layer")
+    found = sosp.prune(model, pictures(), ratio=0.5, selection=sosp.Selection(scope="layer"))
     wanted = {"stem": 3, "a1": 4, "a2": 3, "b1": 4, "b2": 5, "skip": 5}
     assert {n: len(gone) for n, gone in found.mask.removed.items()} == wanted
 
 
 def test_a_cap_bounds_every_round(model: Net) -> None:
-    found = sosp.prune(model, pictures(), ratio=0.4, cap=0.5, groups="independent", rounds=2)
+    found = sosp.prune(
+        model,
+        pictures(),
+        ratio=0.4,
+        selection=sosp.Selection(cap=0.5, groups="independent"),
+        repair=sosp.Repair(rounds=2),
+    )
     widths = {layer.name: layer.channels for layer in found.mask.layers}
     assert found.mask.chosen == 19
     assert all(len(gone) <= widths[name] * 3 / 4 for name, gone in found.mask.removed.items())
@@ -409,21 +423,20 @@ def test_inference_mode(model: Net) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "word"),
     [
-        ({"ratio": 0.5, "params": 0.5}, ArgumentError, "ratio and params"),
         ({"ratio": 1.5}, ArgumentError, "ratio=1.5"),
         ({"params": 0}, ArgumentError, "params=0"),
         ({"macs": "half"}, ArgumentError, "macs='half'"),
         ({"ratio": 1.0}, ArgumentError, "keeping one of every layer"),
         ({"ratio": 1.0, "preset": "paper"}, DisconnectedError, "disconnects the network"),
-        ({"cap": 1.5}, ArgumentError, "cap=1.5"),
-        ({"cap": "most", "repair": True, "rounds": 2}, ArgumentError, "cap='most'"),
-        ({"scope": "layers"}, ArgumentError, "scope='layers'"),
+        ({"selection": sosp.Selection(cap=1.5)}, ArgumentError, "cap=1.5"),
+        ({"selection": sosp.Selection(cap="most"), "repair": sosp.Repair(rounds=2)}, ArgumentError, "cap='most'"),
+        ({"selection": sosp.Selection(scope="layers")}, ArgumentError, "scope='layers'"),
         ({"method": "sosp"}, ArgumentError, "method='sosp'"),
         ({"loss": "hinge"}, ArgumentError, "hinge"),
-        ({"groups": "couple"}, ArgumentError, "groups='couple'"),
+        ({"selection": sosp.Selection(groups="couple")}, ArgumentError, "groups='couple'"),
         ({"exclude": ["stm"]}, StructureError, "Did you mean 'stem'?"),
         ({"exclude": ["*"]}, StructureError, "no prunable structure"),
-        ({"examples": 0}, ArgumentError, "examples=0"),
+        ({"scoring": sosp.Scoring(examples=0)}, ArgumentError, "examples=0"),
         ({"params": 0.01}, ArgumentError, "params=0.01 cannot be met"),
         ({"params": 0.01, "preset": "paper"}, DisconnectedError, "disconnects the network"),
         ({"preset": "papers"}, ArgumentError, "preset='papers'"),
@@ -467,7 +480,7 @@ def test_a_model_of_the_table() -> None:
 def test_where_too_few_channels_can_go_as_a_whole_layers_are_pruned_independently(name: str) -> None:
     c = case(name)
     with pytest.raises((StructureError, ArgumentError)):
-        sosp.prune(c.model, c.inputs, macs=0.7, groups="coupled", repair=False)
+        sosp.prune(c.model, c.inputs, macs=0.7, repair=False, selection=sosp.Selection(groups="coupled"))
     found = sosp.prune(c.model, iter(c.inputs.split(4)), macs=0.7, repair=False)
     assert found.cost_after.macs <= 0.7 * found.cost_before.macs
 
@@ -480,7 +493,7 @@ def test_large_inputs_are_repaired_with_fewer_of_them(model: Net, monkeypatch: p
     x = pictures()[0].repeat(2, 1, 1, 1)  # 128 inputs
     whole = sosp.count(model, x[:2]).macs
     for macs, used in ((1000 * whole, 128), (100 * whole, 100), (10 * whole, 64)):
-        monkeypatch.setattr("sosp.pipeline.REPAIR_MACS", macs)
+        monkeypatch.setattr("sosp.pipeline.cut.REPAIR_MACS", macs)
         found = sosp.prune(model, x, macs=0.6).repaired
         assert found is not None
         assert found.examples == used

@@ -83,9 +83,16 @@ def _refuse_value() -> Any:
     raise ValueError
 
 
+def _auto_or_whole(value: Any) -> int | str:
+    if isinstance(value, str):
+        return value if value == "auto" else int(value)
+    return _whole(value)
+
+
 TEXT = OptionKind("a string", str, _text)
 WHOLE = OptionKind("a whole number", int, _whole)
 NUMBER = OptionKind("a number", float, _number)
+AUTO_OR_WHOLE = OptionKind('a whole number or "auto"', str, _auto_or_whole)
 FLAG = OptionKind("true or false", bool, _flag)
 TEXTS = OptionKind("a list of strings", list[str], _many(_text))
 NUMBERS = OptionKind("a list of numbers", list[float], _many(_number))
@@ -127,9 +134,15 @@ def define_option(kind: OptionKind, help: str, default: Any = None, **more: Any)
     return dataclasses.field(default=default, metadata={"option": Option(kind, help, **more)})
 
 
+def borrow_option(section: type, key: str) -> Any:
+    """Return a field with the option and the default of another section's."""
+    found = next(f for f in dataclasses.fields(section) if f.name == key)
+    return dataclasses.field(default=found.default, metadata=found.metadata)
+
+
 def collect_options(section: type) -> dict[str, Option]:
     """Return key -> option in the order of the section."""
-    return {f.name: f.metadata["option"] for f in dataclasses.fields(section)}
+    return {f.name: f.metadata["option"] for f in dataclasses.fields(section) if "option" in f.metadata}
 
 
 def check_options(section: type, given: Mapping[str, Any], label: Callable[[str], str]) -> dict[str, Any]:

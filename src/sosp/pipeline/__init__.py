@@ -1,0 +1,1 @@
+"""From a trained network, data and a budget to a smaller network. Read ``prune.py`` first."""

@@ -1,0 +1,267 @@
+"""One call of ``prune``: its options made definite, its data opened once, and the steps that it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import floor
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from sosp.core.batches import Chunk, has_two_parts, open_data_once
+from sosp.core.borrowed_model import check_network, find_device
+from sosp.core.loss_names import LossLike, name_loss
+from sosp.errors import ArgumentError, BudgetError, StructureError, check_choice, check_whole_number
+from sosp.graph.flow import Flow, follow_channels
+from sosp.graph.plan import compute_whole_cost, plan_removal
+from sosp.graph.records import Saliency, Structures
+from sosp.graph.structures import Exclude, find_excluded_names, find_structures
+from sosp.pipeline.pruned import Pruned
+from sosp.refit import RemovalHistory, Repaired, repair
+from sosp.refit.repair_options import Repair
+from sosp.scoring.methods import METHODS
+from sosp.scoring.score import score
+from sosp.scoring.scoring_options import Scoring
+from sosp.selection.select import Selection, check_selection, select_and_plan
+from sosp.surgery.shrink import shrink
+
+PRESETS = ("default", "paper")
+PAPER_SCORING = Scoring(targets="labels", examples=1000, gate="weights")
+PAPER_SELECTION = Selection(groups="independent", rule="saliency", round_to=1)
+OWN_EXAMPLES, LABELLED_EXAMPLES = 256, 1000  # scores on own outputs repeat with a quarter of the examples
+REPAIR_EXAMPLES, LEAST_REPAIR_EXAMPLES = 1000, 64
+REPAIR_MACS = 4e11  # of all inputs in one pass on a CPU: repair runs the network several times per layer
+MOST_PAIRED = 8192  # structures: their pairs have 256 MiB in single precision
+MOST_OUTPUTS = 16  # with more, SAMPLED labels are drawn per example in place of all outputs
+SAMPLED = 4  # ResNet-20 at half of the MACs: 87.9 %, with all ten outputs 87.5 %
+
+T = TypeVar("T", Scoring, Selection)
+
+
+@dataclass(frozen=True, eq=False)
+class PruningCall:
+    """What one call was given, with the data opened once."""
+
+    model: nn.Module
+    data: Any
+    head: Chunk  # some examples of the first batch
+    method: str | None
+    loss: LossLike
+    keep: frozenset[str]  # layers
+    scoring: Scoring
+    selection: Selection
+    repair: Repair | None
+    paper: bool
+
+    @classmethod
+    def open(
+        cls,
+        model: nn.Module,
+        data: Any,
+        method: str | None = None,
+        loss: LossLike = "cross_entropy",
+        exclude: Exclude = (),
+        scoring: Scoring | None = None,
+        selection: Selection | None = None,
+        repairing: bool | Repair | None = None,
+        preset: str = "default",
+    ) -> PruningCall:
+        """Check the options, complete them by the preset, and open the data."""
+        check_network(model)
+        _refuse_inference(model)
+        check_choice("preset", preset, PRESETS)
+        if method is not None:
+            check_choice("method", method, METHODS)
+        paper = preset == "paper"
+        scoring = _complete(scoring or Scoring(), PAPER_SCORING if paper else Scoring(gate="features"))
+        selection = _complete(selection or Selection(), PAPER_SELECTION if paper else Selection())
+        if isinstance(repairing, Repair):
+            check_whole_number("rounds", repairing.rounds)
+        head, data = open_data_once(data, find_device(model), keep=True, model=model)
+        if repairing is None:  # a layer is fitted to some inputs and tested on others
+            repairing = not paper and has_two_parts(data, model)
+        how = repairing if isinstance(repairing, Repair) else Repair() if repairing else None
+        keep = frozenset(find_excluded_names(model, exclude, parameters=False))
+        return cls(model, data, head, method, loss, keep, scoring, selection, how, paper)
+
+    @property
+    def ways(self) -> Sequence[Any]:
+        """Return the groups to try: the next where no channel, or too few, can be removed as a whole."""
+        return ("coupled", "independent") if self.selection.groups is None else (self.selection.groups,)
+
+    def prune(self, **budget: float | None) -> Pruned:
+        """Score, remove and repair."""
+        check_selection(self.selection, **budget)
+        for groups in self.ways:
+            try:
+                started = time.perf_counter()
+                saliency = self.score(self.model, groups)
+                seconds = {"scoring": time.perf_counter() - started}
+                found = self.cut(saliency, groups, **budget)
+                return replace(found, seconds=seconds | {"all": time.perf_counter() - started})
+            except (StructureError, BudgetError):  # no channel, or too few, can be removed as a whole
+                if groups is self.ways[-1]:
+                    raise
+        raise AssertionError
+
+    def find_structures(self, network: nn.Module, groups: Any) -> Structures:
+        """Find what may be removed from a network."""
+        return find_structures(
+            network,
+            self.head.inputs,
+            kind=self.selection.kind,
+            groups=groups if self.selection.kind == "filters" else "independent",
+            exclude=sorted(self.keep & dict(network.named_modules()).keys()),
+            gate=self.scoring.gate or "features",
+        )
+
+    def find_first_structures(self, network: nn.Module) -> Structures:
+        """Find what may be removed in the first way that finds anything."""
+        for groups in self.ways:
+            try:
+                return self.find_structures(network, groups)
+            except StructureError:
+                if groups is self.ways[-1]:
+                    raise
+        raise AssertionError
+
+    def score(self, network: nn.Module, groups: Any) -> Saliency:
+        """Find what may be removed from a network, and score it."""
+        structures = self.find_structures(network, groups)
+        how = choose_scoring(structures, self)
+        return score(network, self.data, loss=self.loss, structures=structures, **how)
+
+    def cut(self, saliency: Saliency, groups: Any, **budget: float | None) -> Pruned:
+        """Remove what meets the budget, and repair; in rounds, all but the first score what the one before has left."""
+        if self.repair is None:
+            return self.remove(self.model, saliency, budget)
+        network, now = self.model, saliency
+        history = RemovalHistory(saliency.structures)
+        for k in range(1, self.repair.rounds):
+            found = self.remove(network, now, _budget_of_round(budget, k / self.repair.rounds, saliency, now))
+            assert found.plan is not None
+            history.record(found.plan)
+            network = self.refit(found.model, saliency).model
+            now = self.score(network, groups)
+        found = self.remove(network, now, _budget_of_round(budget, 1.0, saliency, now))
+        fixed = self.refit(found.model, saliency)
+        if network is self.model:
+            return replace(found, model=fixed.model, repaired=fixed)
+        assert found.plan is not None
+        history.record(found.plan)
+        before = compute_whole_cost(saliency.structures.flow or follow_channels(self.model, self.head.inputs))
+        return Pruned(fixed.model, history.mask(), saliency, before, found.cost_after, None, fixed)
+
+    def remove(self, network: nn.Module, saliency: Saliency, budget: Mapping[str, float | None]) -> Pruned:
+        """Select by the budget and shrink."""
+        return select_and_shrink(network, saliency, self.head.inputs, self.selection, **budget)
+
+    def refit(self, small: nn.Module, saliency: Saliency) -> Repaired:
+        """Repair a pruned network."""
+        how = self.repair
+        assert how is not None
+        examples = _count_repair_inputs(self.model, saliency.structures.flow)
+        return repair(
+            small,
+            self.model,
+            self.data,
+            examples=examples if how.examples == "auto" else how.examples,  # type: ignore[arg-type]
+            loss=name_loss(self.loss) or "mse",  # nothing is known of what a loss of their own makes of outputs
+            sweeps=how.sweeps,
+            seed=how.seed,
+        )
+
+
+def select_and_shrink(
+    model: nn.Module,
+    saliency: Saliency,
+    example: Any,
+    selection: Selection,
+    *,
+    ratio: float | None = None,
+    params: float | None = None,
+    macs: float | None = None,
+) -> Pruned:
+    """Select by the budget and shrink. A budget is met by the network that is built."""
+    mask, plan = select_and_plan(saliency, selection, ratio=ratio, params=params, macs=macs)
+    if plan is None:
+        plan = plan_removal(saliency.structures.flow or follow_channels(model, example), mask, selection.style)
+    small = shrink(model, plan, example)
+    return Pruned(small, mask, saliency, compute_whole_cost(plan.flow), plan.cost, plan)
+
+
+def _complete(given: T, preset: T) -> T:
+    """Return the record with the preset's value wherever its own default stands."""
+    usual = type(given)()
+    values = {f.name: getattr(given, f.name) for f in fields(given)}
+    return replace(given, **{k: getattr(preset, k) for k, v in values.items() if v == getattr(usual, k)})
+
+
+def choose_scoring(structures: Structures, call: PruningCall) -> dict[str, Any]:
+    """Return the options of ``score``: the method that the network's size allows, its targets and examples."""
+    how, head = call.scoring, call.head
+    affordable = structures.outputs > 0 and len(structures) <= MOST_PAIRED and head.divisible
+    named = call.method in METHODS
+    labels = how.targets == "labels" or name_loss(call.loss) is None
+    labels = labels or (how.targets == "auto" and named and not METHODS[str(call.method)].own)
+    method = call.method or ("sosp-i" if affordable and not labels and not call.paper else "sosp-h")
+    labels = labels or (how.targets == "auto" and method == "sosp-h" and head.targets is not None)
+    examples = how.examples
+    if isinstance(examples, str):
+        check_choice("examples", examples, ("auto",))
+        examples = LABELLED_EXAMPLES if labels else OWN_EXAMPLES
+    sampled = not labels and METHODS[method].samples and structures.outputs > MOST_OUTPUTS
+    return {
+        "method": method,
+        "targets": "labels" if labels else "own",
+        "temperature": how.temperature,
+        "examples": examples,
+        "classes": SAMPLED if sampled and how.samples is None else how.samples,
+        "objective": how.objective,
+        "generator": how.generator,
+    }
+
+
+def _count_repair_inputs(model: nn.Module, flow: Flow | None) -> int:
+    """Return the number of inputs to repair with: fewer for a network with large inputs, on a CPU."""
+    if flow is None or find_device(model).type != "cpu":
+        return REPAIR_EXAMPLES
+    affordable = int(REPAIR_MACS / max(compute_whole_cost(flow).macs, 1))
+    return max(LEAST_REPAIR_EXAMPLES, min(REPAIR_EXAMPLES, affordable))
+
+
+def _budget_of_round(
+    budget: Mapping[str, float | None], share: float, first: Saliency, now: Saliency
+) -> dict[str, float | None]:
+    """Return the budget of a round after which a ``share`` of them is done: every round takes as large a share."""
+    if share == 1 and first is now:
+        return dict(budget)
+    found: dict[str, float | None] = {}
+    for name in ("params", "macs"):
+        limit = budget.get(name)
+        if limit is not None and first.structures.flow is not None:
+            whole = getattr(compute_whole_cost(first.structures.flow), name)
+            wanted = limit / whole if limit > 1 else limit
+            found[name] = max(2, floor(whole * wanted**share * (1 + 1e-12)))
+    ratio = budget.get("ratio")
+    if ratio is not None or not found:
+        left = len(first.structures) * (1 - (0.5 if ratio is None else ratio)) ** share
+        found["ratio"] = max(0.0, 1 - left / len(now.structures))
+    return found
+
+
+def _refuse_inference(model: nn.Module) -> None:
+    """Scores are derivatives, and nothing can be differentiated that inference mode has made."""
+    if torch.is_inference_mode_enabled():
+        raise ArgumentError(
+            "torch.inference_mode() is on, and scoring differentiates the network: call it outside of it."
+        )
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if x.is_inference():
+            raise ArgumentError(
+                f"{name!r} was made under torch.inference_mode(), and scoring differentiates the network. Make the "
+                "model outside of it, or give a copy: copy.deepcopy(model)."
+            )
