@@ -20,6 +20,7 @@ from sosp.app.cli import inspection_commands, run_commands
 from sosp.app.cli.progress_bar import ProgressBar
 from sosp.app.config import SECTIONS, Config, format_flag
 from sosp.core.options import (
+    AUTO_OR_WHOLE,
     FLAG,
     NUMBER,
     NUMBERS,
@@ -46,8 +47,9 @@ TRAIN = (
     "--pad-widths --save-every"
 )
 PRUNE = (
-    "--method --ratio --params --macs --cap --scope --ratios --scale --objective --groups --gate --kind --exclude "
-    "--downsampling --examples --samples --join --round-to --recalibrate --repair --rounds --curve"
+    "--ratio --params --macs --method --preset --groups --kind --cap --scope --ratios --rule --scale --round-to "
+    "--join --targets --temperature --examples --samples --objective --gate --exclude --downsampling --repair "
+    "--repair-examples --sweeps --rounds --recalibrate --curve"
 )
 COMPARE = "--methods --ratios --seeds --statistics --repair"
 SOME = "--gate --groups --exclude --downsampling --examples"
@@ -141,6 +143,7 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 SAMPLES: dict[OptionKind, tuple[list[str], Any]] = {
     TEXT: (["some"], "some"),
     WHOLE: (["7"], 7),
+    AUTO_OR_WHOLE: (["7"], 7),
     NUMBER: (["0.25"], 0.25),
     TEXTS: (["a", "b"], ("a", "b")),
     NUMBERS: (["0.25", "0.5"], (0.25, 0.5)),

@@ -118,12 +118,12 @@ def test_every_option_explains_itself() -> None:
     ("section", "key", "value", "message"),
     [
         ("trian", "epochs", 3, r"\[trian\] is not known. Did you mean 'train'\?"),
-        ("prune", "rato", 0.5, r"\[prune\] rato is not known. Did you mean 'ratio'\? Known keys: method, ratio"),
+        ("prune", "rato", 0.5, r"\[prune\] rato is not known. Did you mean 'ratio'\? Known keys: ratio, params"),
         ("prune", "ratio", "0.5", r"\[prune\] ratio should be a number, not '0.5'"),
         ("prune", "ratio", True, r"\[prune\] ratio should be a number, not True"),
         ("prune", "ratio", 1.5, r"\[prune\] ratio=1.5 must be a number, from 0 to 1"),
-        ("prune", "examples", 0, r"\[prune\] examples=0 must be a whole number, at least 1"),
-        ("prune", "examples", 10.0, r"\[prune\] examples should be a whole number, not 10.0"),
+        ("prune", "examples", 0, r"\[prune\] examples=0 must be a whole number or \"auto\", at least 1"),
+        ("prune", "examples", 10.0, r"\[prune\] examples should be a whole number or \"auto\", not 10.0"),
         ("prune", "method", "sops-h", r"\[prune\] method='sops-h' is not known. Did you mean 'sosp-h'\?"),
         ("prune", "exclude", "layer1", r"\[prune\] exclude should be a list of strings, not 'layer1'"),
         ("prune", "downsampling", 1, r"\[prune\] downsampling should be true or false, not 1"),
@@ -135,7 +135,7 @@ def test_every_option_explains_itself() -> None:
         ),
         ("prune", "ratios", {"conv1": "x"}, r"\[prune\] ratios should be a number for each layer"),
         ("prune", "scope", "layers", r"\[prune\] scope='layers' is not known. Did you mean 'layer'\?"),
-        ("prune", "samples", 3, r"\[prune\] samples is only for 'sosp-i'"),
+        
         ("train", "schedule", "cifr", r"\[train\] schedule='cifr' is not known. Did you mean 'cifar'\?"),
         ("train", "milestones", [0.5, "x"], r"\[train\] milestones should be a list of numbers"),
         ("train", "milestones", [1.5], r"\[train\] milestones=1.5 must be a number, from 0 to 1"),
@@ -158,15 +158,19 @@ def test_what_is_wrong_is_refused_by_section_and_key(section: str, key: str, val
 
 
 def test_flags_are_refused_by_the_name_of_the_flag() -> None:
-    with pytest.raises(ArgumentError, match="--round-to=0 must be a whole number, at least 1"):
+    with pytest.raises(ArgumentError, match='--round-to=0 must be a whole number or "auto", at least 1'):
         build_config(with_key("prune", "round_to", 0), format_flag)
     with pytest.raises(ArgumentError, match="--data-dir should be a string"):
         build_config(with_key("data", "folder", 3), format_flag)
 
 
-def test_one_budget_at_a_time() -> None:
-    with pytest.raises(ArgumentError, match=r"\[prune\] give one of ratio, params and macs, not ratio and macs"):
-        build_config({"model": {"name": "a"}, "prune": {"ratio": 0.5, "macs": 0.5}})
+def test_samples_are_for_methods_that_draw_them() -> None:
+    with pytest.raises(ArgumentError, match="samples is only for 'sosp-i'"):
+        PruningSection(method="sosp-h", samples=3)
+
+
+def test_several_budgets() -> None:
+    assert PruningSection(ratio=0.3, macs=0.5).budget == {"ratio": 0.3, "macs": 0.5}
     assert PruningSection().budget == {"ratio": 0.5}
 
 
