@@ -20,6 +20,8 @@ FLAGS = (
     "--remote-debugging-pipe",
 )
 
+MIDDLE = "(x => { const r = x.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })"
+
 
 def find() -> str | None:
     """The browser on this machine, or the one that SOSP_TEST_CHROMIUM names."""
@@ -77,6 +79,21 @@ class Browser:
         if "exceptionDetails" in found:
             raise RuntimeError(str(found["exceptionDetails"]))
         return found["result"].get("value")
+
+    def point_at(self, selector: str, touch: bool = False) -> None:
+        """Move the mouse to the middle of an element, or tap on it."""
+        self.evaluate(f"document.querySelector('{selector}').scrollIntoView({{block: 'center'}})")
+        x, y = self.evaluate(f"{MIDDLE}(document.querySelector('{selector}'))")
+        if not touch:
+            self.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+            return
+        self.ask("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        self.ask("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+
+    def press(self, key: str, code: int) -> None:
+        """Press a key and release it."""
+        for kind in ("rawKeyDown", "keyUp"):
+            self.ask("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code)
 
     def picture(self, path: Path) -> None:
         """The whole page as a PNG file."""

@@ -91,6 +91,17 @@ def test_the_page_does_not_scroll_sideways(window: Browser, pages: dict[str, Pat
     assert smallest >= 8.5
 
 
+@pytest.mark.parametrize("name", ["real", "large"])
+def test_figures_use_the_width_of_the_page(window: Browser, pages: dict[str, Path], name: str) -> None:
+    window.open(pages[name])
+    used = window.evaluate(
+        "[...document.querySelectorAll('.plots')].map(p => Math.max(...[...p.querySelectorAll('svg')]"
+        ".map(s => s.getBoundingClientRect().right - p.getBoundingClientRect().left)) / p.clientWidth)"
+    )
+    assert len(used) >= 6
+    assert min(used) > 0.99
+
+
 def test_light_and_dark(window: Browser, run: Path) -> None:
     colours = []
     for dark in (False, True):

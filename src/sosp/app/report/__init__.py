@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sosp.app.run.run_folder import REPORT
 from sosp.core.optional_packages import import_package
 from sosp.core.text_files import write_text
 from sosp.errors import ArgumentError, RunError
+
+if TYPE_CHECKING:
+    from sosp.selection.tradeoff_points import TradeoffPoint
 
 MARK = '<meta name="generator" content="sosp">'  # of a file that is ours to replace
 
@@ -56,6 +60,40 @@ def write_figures(runs: Sequence[str | Path], folder: str | Path) -> list[Path]:
     return save_figures(found, place)
 
 
+def write_tradeoff_page(
+    path: str | Path,
+    points: Sequence[TradeoffPoint],
+    *,
+    title: str = "Trade-off curve",
+    quality: str = "agreement with the unpruned network",
+    words: Sequence[str] = (),
+) -> Path:
+    """Write one page about a trade-off curve.
+
+    Args:
+        path: File to write. Another file than a report is not replaced.
+        points: The networks in the order of the page; one with ``budget=1`` is the unpruned network.
+        title: Heading of the page, such as the name of the network.
+        quality: Name of the quality, such as ``"accuracy on 10,000 test images"``.
+        words: Sentences below the heading: what was measured, and how.
+
+    Returns:
+        The path.
+
+    Raises:
+        ArgumentError: There are no points.
+        RunError: The file cannot be written, or is not a report.
+    """
+    require_packages()
+    from sosp.app.report.tradeoff_page import render_tradeoff_page
+
+    if not points:
+        raise ArgumentError("a trade-off curve needs at least one point.")
+    refuse_foreign(Path(path))
+    write_text(Path(path), render_tradeoff_page(points, title=title, quality=quality, words=words))
+    return Path(path)
+
+
 def require_packages() -> None:
     """Refuse to draw without the packages that draw; they take their time, so that nothing else imports them."""
     for name in ("jinja2", "matplotlib"):
@@ -70,4 +108,4 @@ def refuse_foreign(path: Path) -> None:
         raise RunError(f"{path}: already exists and is not a report. Choose another file.")
 
 
-__all__ = ["keep_report", "write_figures", "write_report"]
+__all__ = ["keep_report", "write_figures", "write_report", "write_tradeoff_page"]

@@ -76,7 +76,7 @@ def render_page(runs: Sequence[RunFacts]) -> str:
         several = len(runs) > 1
         chapters = [build_run_report(facts, f"run{i}-" if several else "") for i, facts in enumerate(runs)]
         start = run_overview.build_section(runs) if several else None
-        return _environment().get_template("page.html").render(chapters=chapters, start=start)
+        return create_environment().get_template("page.html").render(chapters=chapters, start=start)
 
 
 def save_figures(runs: Sequence[RunFacts], folder: Path) -> list[Path]:
@@ -93,7 +93,8 @@ def save_figures(runs: Sequence[RunFacts], folder: Path) -> list[Path]:
     return [folder / f"{name}.png" for name, _ in found]
 
 
-def _environment() -> Environment:
+def create_environment() -> Environment:
+    """Return the templates with their filters; what they insert is escaped."""
     made = Environment(
         loader=PackageLoader("sosp.app.report"),
         autoescape=True,

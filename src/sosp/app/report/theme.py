@@ -71,7 +71,9 @@ SETTINGS: dict[Any, Any] = {
     "axes.facecolor": "none",
 }
 DPI = 300  # of PNG files
-SMALL = 4.5  # inches: figures up to this wide shrink on a phone, wider ones are moved with a finger
+SMALL = 4.5  # inches: figures up to this width share a row of the page and shrink on a phone; wider ones scroll there
+PAGE = 11.25  # inches: the width of the page
+READABLE = 0.8  # share of its width to which a figure may shrink on a narrow screen before it scrolls
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -128,11 +130,13 @@ COLOUR = re.compile("|".join(COLOURS.values()))
 VARIABLES = {colour: f"var(--{name})" for name, colour in COLOURS.items()}
 
 
-def render_svg(plot: Plot, key: str = "") -> Markup:
-    """For a page: an image with a description, whose colours are the page's and whose parts speak under the mouse.
+def render_svg(plot: Plot, key: str = "", wide: bool = False) -> Markup:
+    """Return the figure as part of a page: with a description, the page's colours, and tooltips.
 
-    Names inside it are not those of a figure with another name or ``key``.
+    Names inside it differ from those in a figure with another name or ``key``. A ``wide`` figure fills the page.
     """
+    if wide:
+        plot.figure.set_figwidth(max(PAGE, plot.figure.get_figwidth()))
     file = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": key + plot.name}):
         FigureCanvasSVG(plot.figure).print_svg(file, metadata={"Date": None, "Creator": None})
@@ -142,7 +146,8 @@ def render_svg(plot: Plot, key: str = "") -> Markup:
     body = REST.sub("", file.getvalue()[found.end() :])
     body = GROUP.sub(lambda group: _group(plot.tips.get(group[1]), group[2]), body)
     body = STYLE.sub(lambda style: COLOUR.sub(lambda colour: VARIABLES[colour[0]], style[0]), body)
-    return Markup(f'<svg role="img" aria-label="{escape(plot.description)}" {sizes}>{body}')
+    least = f' style="min-width:{72 * READABLE * plot.figure.get_figwidth():.0f}pt"' if wide else ""
+    return Markup(f'<svg role="img" aria-label="{escape(plot.description)}"{least} {sizes}>{body}')
 
 
 def _group(words: str | None, rest: str) -> str:
