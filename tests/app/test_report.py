@@ -139,6 +139,31 @@ def test_the_headline_has_the_numbers_of_the_run(facts: RunFacts, html: str) -> 
         assert words in html
 
 
+def test_a_large_loss_is_named_with_what_to_try(facts: RunFacts, html: str) -> None:
+    assert 'class="warning"' not in html  # 1 point
+    cut = {**facts.results["prune"], "top1": 0.5}
+    cut["repair"] = {
+        "layers": [{"layer": x, "before": 1.0, "after": y} for x, y in (("a", 0.1), ("b", 0.3))],
+        "examples": 1000,
+    }
+    page = render_page([replace(facts, results={"prune": cut})])
+    for words in (
+        "The accuracy is 26.1 points lower than before.",
+        "<li>Fine-tune: sosp finetune runs/mine</li>",
+        "this network has 49% of the MACs, try --macs 0.74.",
+        "<li>Repair with more inputs than 1,000.</li>",
+        "error after the repair: --exclude b --exclude a</li>",
+    ):
+        assert words in page
+    later = replace(facts, results={"finetune": {**cut, "epochs": 3}}, earlier=(("prune", cut),))
+    assert "<li>Fine-tune for more epochs (--epochs).</li>" in render_page([later])
+    better = replace(later, results={"finetune": {**cut, "epochs": 3, "top1": 0.74}})
+    assert 'class="warning"' not in render_page([better])
+    assert "Accuracy 76.13 % → 50.00 % → 74.00 %: before; pruned by sosp-i, repaired; fine-tuned." in render_page(
+        [better]
+    )
+
+
 def test_hovering_over_a_layer_tells_its_shape_and_what_went(facts: RunFacts, html: str) -> None:
     titles = Reader(html).titles
     for layer in facts.layers:
@@ -403,10 +428,10 @@ def test_latencies_are_those_measured_side_by_side() -> None:
         return {"top1": 0.5, "latency": latency}
 
     cut = {**figures(3.0), "method": "sosp-h", "before": figures(4.0)}
-    found = list_networks({"train": figures(9.0), "prune": cut, "finetune": figures(8.0)})
+    found = list_networks({"train": figures(9.0), "prune": cut, "finetune": figures(8.0)}.items())
     names = [("trained", 4.0), ("pruned by sosp-h", 3.0), ("fine-tuned", 3.0)]
     assert [(name, row["latency"]) for name, row in found] == names
-    assert [name for name, _ in list_networks({"prune": cut})] == ["before", "pruned by sosp-h"]
+    assert [name for name, _ in list_networks([("prune", cut)])] == ["before", "pruned by sosp-h"]
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,25 @@ def test_a_training_alone(trained: Path) -> None:
     assert f"sosp prune {trained} --macs 0.5" in page
 
 
+def test_the_report_of_a_step_shows_the_whole_way(trained: Path, tmp_path: Path) -> None:
+    pruned, tuned = tmp_path / "pruned", tmp_path / "tuned"
+    assert call("prune", trained, "--examples", "50", "--macs", "0.5", "--no-curve", "--out", pruned).exit_code == 0
+    found = call("finetune", pruned, "--epochs", "1", "--out", tuned)
+    assert found.exit_code == 0, found.output
+    stages = ((trained, "train"), (pruned, "prune"), (tuned, "finetune"))
+    ways = [f"{100 * read(folder / 'result.json')[stage]['top1']:.2f}" for folder, stage in stages]
+    assert f"Accuracy {' % → '.join(ways)} %: trained; pruned by " in (tuned / "report.html").read_text()
+    assert all(f"{x}%" in found.stdout for x in ways)  # in the table
+    assert call("report", trained, pruned, tuned, "--out", tmp_path / "all.html").exit_code == 0
+    page = (tmp_path / "all.html").read_text()
+    assert 'Starts from <a href="#run0-top">trained</a>' in page
+    assert 'Starts from <a href="#run1-top">pruned</a>' in page
+    with open(pruned / "small.safetensors", "ab") as file:
+        file.write(b" ")  # another network: the run that is there now is not where this one comes from
+    assert read_run(tuned).parent is None
+    assert read_run(tuned).earlier == ()
+
+
 def test_the_curve_can_be_left_out(whole: Path, tmp_path: Path) -> None:
     words = ("prune", whole / "model.safetensors", "--examples", "50", "--out", tmp_path / "p")
     assert call(*words, "--no-curve").exit_code == 0

@@ -47,7 +47,7 @@ def point(course: str) -> dict[str, Any]:
 PART = {"name": "layer3.0.downsample.0", "removed": RATIOS, "factor": 1.875, "verdict": "too narrow", "stability": 0.67}
 TABLES = {
     "results": create_results_table(
-        {"train": FIGURES, "prune": {**FIGURES, "method": "sosp-i-diagonal", "before": FIGURES}}
+        {"train": FIGURES, "prune": {**FIGURES, "method": "sosp-i-diagonal", "before": FIGURES}}.items()
     ),
     "comparison": create_comparison_table(
         [summary(m, r) for m in ("sosp-h", "magnitude-l2", "sosp-i-diagonal") for r in (0.1, 0.3, 0.5, 0.7)]

@@ -24,6 +24,8 @@ from sosp.app.cli.terminal_tables import (
 from sosp.app.config import Config, build_config, format_flag, override_run_section, read_config
 from sosp.app.report import keep_report
 from sosp.app.report.next_steps import format_load_code
+from sosp.app.report.run_history import read_steps
+from sosp.app.report.run_summary import explain_large_loss
 from sosp.app.run import (
     COMPARISON_FILE,
     FLEXIBLE,
@@ -208,7 +210,9 @@ def show_results(config: Config, run: RunFolder, results: Mapping[str, Any], pag
         return
     screen.print_json({**told, "network": str(file), "results": results})
     lines = (f"  {line}" for line in format_load_code(config, str(file)))
-    screen.print_lines(create_results_table(results), *report, f"Saved: {file}", *lines)
+    steps = read_steps(run.folder)
+    screen.print_lines(create_results_table(steps), *explain_large_loss(steps, run.folder))
+    screen.print_lines(*report, f"Saved: {file}", *lines)
 
 
 def show_plan(job: RunJob, folder: Path, screen: Screen) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -102,10 +102,10 @@ EVENT_FORMATS: dict[str, Callable[[Facts], str]] = {
 # --- results --------------------------------------------------------------------------------------------
 
 
-def create_results_table(results: Mapping[str, Facts]) -> Table:
-    """A row for every network that a run measured."""
+def create_results_table(steps: Iterable[tuple[str, Facts]]) -> Table:
+    """Return a row for every network that a run, and the runs before it, measured."""
     table = create_table("network", "accuracy", "parameters", "MACs", "latency")
-    for name, facts in list_networks(results):
+    for name, facts in list_networks(steps):
         time = f"{1e3 * facts['latency']:.2f} ms"
         table.add_row(
             name, format_share(facts.get("top1")), f"{facts['params']:,}", format_large_number(facts["macs"]), time

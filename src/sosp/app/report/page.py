@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,18 +52,24 @@ class RunReport:
     name: str
     title: str
     story: list[str]
+    warning: list[str]
+    parent: tuple[str, str] | None  # the run that this one starts from: its name, and its key on this page
     cards: list[run_summary.FigureCard]
     table: ReportTable | None
     sections: list[ReportSection]
 
 
-def build_run_report(facts: RunFacts, key: str) -> RunReport:
+def build_run_report(facts: RunFacts, key: str, keys: Mapping[Path, str] | None = None) -> RunReport:
+    """Return what the page says of a run; ``keys`` are those of all runs on the page, by their folders."""
+    parent = None if facts.parent is None else (facts.parent.name, (keys or {}).get(facts.parent.resolve(), ""))
     sections = [found for look in SECTIONS if (found := look(facts)) is not None]
     return RunReport(
         key,
         facts.name,
         run_summary.format_title(facts),
         run_summary.summarize_run(facts),
+        run_summary.explain_large_loss(facts.steps, facts.folder),
+        parent,
         run_summary.build_cards(facts),
         run_summary.build_networks_table(facts),
         sections,
@@ -71,10 +77,11 @@ def build_run_report(facts: RunFacts, key: str) -> RunReport:
 
 
 def render_page(runs: Sequence[RunFacts]) -> str:
-    """The HTML of one run, or of several beside each other."""
+    """The HTML of one run, or of several that are compared."""
     with use_plot_settings():
         several = len(runs) > 1
-        chapters = [build_run_report(facts, f"run{i}-" if several else "") for i, facts in enumerate(runs)]
+        keys = {facts.folder.resolve(): f"run{i}-" for i, facts in enumerate(runs)}
+        chapters = [build_run_report(facts, f"run{i}-" if several else "", keys) for i, facts in enumerate(runs)]
         start = run_overview.build_section(runs) if several else None
         return create_environment().get_template("page.html").render(chapters=chapters, start=start)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sosp.app.report.run_history import Step, find_parent, read_earlier_steps
 from sosp.app.run.run_folder import CELLS, DETAILS, METRICS, SALIENCY, RunFolder, RunRecord, is_run, read_record
 from sosp.core.text_files import read_json
 from sosp.errors import RunError
@@ -77,10 +78,17 @@ class RunFacts:
     bottlenecks: Mapping[str, Any] | None  # as ``sosp.bottlenecks`` writes them
     saliency: SavedSaliency | None
     summaries: tuple[ComparisonSummary, ...]  # of a comparison
+    earlier: tuple[Step, ...] = ()  # the stages of the runs that this one starts from
+    parent: Path | None = None  # the folder of the last of them
 
     @property
     def name(self) -> str:
         return self.folder.resolve().name
+
+    @property
+    def steps(self) -> list[Step]:
+        """Return every stage from the first network to the last, with its figures."""
+        return [*self.earlier, *self.results.items()]
 
 
 def read_run(folder: str | Path) -> RunFacts:
@@ -90,6 +98,7 @@ def read_run(folder: str | Path) -> RunFacts:
         raise RunError(f"{folder}: is not the folder of a run (it has no config.json).")
     run, record = RunFolder(path, writes=False), read_record(path)
     widths, curve, narrow = _details(path / DETAILS)
+    parent = find_parent(path, record)
     return RunFacts(
         folder=path,
         record=record,
@@ -103,6 +112,8 @@ def read_run(folder: str | Path) -> RunFacts:
         summaries=tuple(summarise_cells(tuple(ComparisonStore(path).known.values())))
         if (path / CELLS).is_file()
         else (),
+        earlier=tuple(read_earlier_steps(path, record)),
+        parent=None if parent is None else parent[0],
     )
 
 

@@ -1,4 +1,4 @@
-"""Several runs beside each other: a row for each, and accuracy against MACs."""
+"""Compare several runs: a row for each, and accuracy against MACs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from sosp.app.report.run_facts import RunFacts
-from sosp.app.report.run_summary import FIGURE_FORMATS, format_title, list_networks
+from sosp.app.report.run_summary import FIGURE_FORMATS, format_title, list_networks, measure_way
 from sosp.app.report.section import ReportSection, ReportTable, TableCell
 from sosp.app.report.sections.comparison import LINE_STYLES, format_tick
 from sosp.app.report.theme import MUTED, Plot, create_figure
@@ -15,17 +15,16 @@ from sosp.app.report.theme import MUTED, Plot, create_figure
 
 def build_section(runs: Sequence[RunFacts]) -> ReportSection:
     """The last network of every run."""
-    rows = [(run.name, format_title(run), *_cells(run)) for run in runs]
-    table = ReportTable(
-        "The runs", ("run", "network", "state", *(name for name, _ in FIGURE_FORMATS.values())), tuple(rows)
-    )
-    measured = [run for run in runs if any("top1" in figures for _, figures in list_networks(run.results))]
+    rows = [(run.name, format_title(run), "" if run.parent is None else run.parent.name, *_cells(run)) for run in runs]
+    figures = (name for name, _ in FIGURE_FORMATS.values())
+    table = ReportTable("The runs", ("run", "network", "starts from", "state", *figures), tuple(rows))
+    measured = [run for run in runs if measure_way(run.steps)]
     plots = (points(measured),) if len(measured) > 1 else ()
-    return ReportSection("runs", "Runs beside each other", (), plots, (table,))
+    return ReportSection("runs", "The runs compared", (), plots, (table,))
 
 
 def _cells(run: RunFacts) -> list[TableCell]:
-    rows = list_networks(run.results)
+    rows = list_networks(run.steps)
     if not rows:
         return ["compared" if run.summaries else "not finished", *("" for _ in FIGURE_FORMATS)]
     name, figures = rows[-1]
@@ -36,16 +35,16 @@ def _cells(run: RunFacts) -> list[TableCell]:
 
 
 def points(runs: Sequence[RunFacts]) -> Plot:
-    """From the first network of a run to its last."""
+    """Return the way of every run, from the first network of the runs that it starts from to its last."""
     drawn, axes = create_figure(5.6, 3.3 + 0.17 * len(runs))
     for run, (colour, marker, _) in zip(runs, LINE_STYLES * (1 + len(runs) // len(LINE_STYLES)), strict=False):
-        known = [figures for _, figures in list_networks(run.results) if "top1" in figures]
+        known = [figures for _, figures in list_networks(run.steps) if "top1" in figures]
         place = [(figures["macs"], figures["top1"]) for figures in known]
-        axes.plot(*zip(*place, strict=True), "-", color=MUTED, linewidth=0.8)
+        axes.plot(*zip(*place, strict=True), "-", color=MUTED, linewidth=0.8, marker="o", markersize=3)
         axes.plot(*place[-1], marker, color=colour, markersize=7, linestyle="none", label=run.name)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_tick(value)))
     axes.set_xlabel("MACs")
-    axes.set_title("accuracy, from the first network of a run to its last")
+    axes.set_title("accuracy: lines connect a run's last network to those it came from")
     drawn.legend(loc="outside lower left")
     return Plot("runs", drawn, f"Accuracy against MACs of {len(runs)} runs.")
