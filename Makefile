@@ -13,7 +13,7 @@ STAMP  := $(VENV)/.installed-dev-demo-docs
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(STAMP)  ## train a small network on embedded data, remove half, fine-tune, compare (under a minute)
+demo: $(STAMP)  ## train a small network on embedded data, prune, fine-tune, compare (under a minute)
 	@echo "==> sosp demo"
 	@$(BIN)/sosp demo
 

@@ -1,10 +1,10 @@
-"""Run the demo: train a small residual network on embedded data, prune half by SOSP-H and at random, fine-tune both."""
+"""Run the demo: train a small network on embedded data, prune it in one call, and compare with other rankings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,17 @@ from sosp.core.text_files import write_json
 from sosp.errors import RunError
 
 RECORD, NETWORK = "demo.json", "small.safetensors"
-RUNS = 50  # of each network, to time it
+RUNS = 200  # of each network and batch size, to time it
+BATCHES = (1, 32)
 
 
 @dataclass(frozen=True)
 class DemoSettings:
     """Everything the demo chooses; the defaults take well under a minute on two CPU cores."""
 
-    methods: tuple[str, ...] = ("sosp-h", "random")  # the network of the first one is saved
-    ratio: float = 0.5
-    examples: int = 1000
+    methods: tuple[str | None, ...] = (None, "magnitude-l2", "random")  # None is the default of sosp.prune; it is saved
+    macs: float = 0.3
+    images: int | None = None  # to prune and repair with; None for all training images
     training: sosp.Schedule = sosp.SCHEDULES["digits"]
     tuning: sosp.Schedule = sosp.SCHEDULES["finetune-digits"]
     seed: int = 0
@@ -33,13 +34,19 @@ class DemoSettings:
 
 @dataclass(frozen=True)
 class DemoRow:
-    """One network and what it is worth."""
+    """One network: what was done to it, and what it costs."""
 
     network: str
-    accuracy: float  # on the test images
+    accuracies: dict[str, float]  # step -> share of the test images, in the order of the steps
     params: int
     macs: int
-    latency: float  # seconds for the test images
+    milliseconds: dict[int, float]  # batch size -> one call, the 10th percentile: others may use the cores
+    widths: dict[str, tuple[int, int]]  # layer -> channels before and after
+
+    @property
+    def accuracy(self) -> float:
+        """Return the accuracy after the last step."""
+        return list(self.accuracies.values())[-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +55,9 @@ class DemoNetwork:
 
     name: str
     model: nn.Module
+    accuracies: dict[str, float]
     mask: sosp.Mask | None = None
+    widths: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @contextmanager
@@ -71,21 +80,22 @@ def new_network(seed: int) -> nn.Module:
 
 @use_one_thread()
 def run_demo(folder: Path, say: Callable[[str], None], settings: DemoSettings | None = None) -> list[DemoRow]:
-    """Train, prune, fine-tune; the smaller network is saved in the folder, the rows of the table come back."""
+    """Train, prune and fine-tune; save the smaller network in the folder and return the rows of the table."""
     settings = settings or DemoSettings()
     claim_folder(folder)
     data = sosp.data.digits()
     say(f"Training a residual network on {len(data.train)} images of digits for {settings.training.epochs} epochs ...")
     trained = sosp.train(new_network(settings.seed), data, settings.training, seed=settings.seed).model
-    kept = [DemoNetwork("trained", trained)]
+    kept = [DemoNetwork("trained", trained, {"trained": measure_accuracy(trained, data)})]
     for method in settings.methods:
+        ranking = "with the defaults of sosp.prune" if method is None else f"ranked by {method}"
         say(
-            f"{method}: removing {settings.ratio:.0%} of the structures, fine-tuning for {settings.tuning.epochs} "
-            "epochs ..."
+            f"Pruning to {settings.macs:.0%} of the MACs {ranking}, repairing without labels, fine-tuning for "
+            f"{settings.tuning.epochs} epochs ..."
         )
-        kept += prune_and_finetune(trained, data, method, settings)
+        kept.append(prune_and_finetune(trained, data, method, settings))
     rows = measure_networks(kept, data)
-    sosp.save(folder / NETWORK, kept[2].model, kept[2].mask)
+    sosp.save(folder / NETWORK, kept[1].model, kept[1].mask)
     write_json(folder / RECORD, {"settings": asdict(settings), "rows": [asdict(row) for row in rows]})
     return rows
 
@@ -99,36 +109,50 @@ def claim_folder(folder: Path) -> None:
 
 
 def prune_and_finetune(
-    model: nn.Module, data: sosp.data.Dataset, method: str, settings: DemoSettings
-) -> list[DemoNetwork]:
-    """The network without what a method finds least needed, and the same after fine-tuning."""
-    example = first_images(data, 8)
-    structures = sosp.find_structures(model, example, groups="coupled", exclude=sosp.downsampling(model))
-    saliency = sosp.score(
-        model,
-        data.train.subset(settings.examples, settings.seed).ordered(batch=250),
-        method=method,
-        structures=structures,
-        generator=torch.Generator().manual_seed(settings.seed),
-    )
-    mask = sosp.select(saliency, ratio=settings.ratio)
-    small = sosp.recalibrate(sosp.shrink(model, mask, example), data.train, seed=settings.seed)
-    tuned = sosp.train(small, data, settings.tuning, seed=settings.seed).model
-    return [DemoNetwork(f"{method}: pruned", small, mask), DemoNetwork(f"{method}: fine-tuned", tuned, mask)]
+    model: nn.Module, data: sosp.data.Dataset, method: str | None, settings: DemoSettings
+) -> DemoNetwork:
+    """Return the fine-tuned network, and the accuracy after each step."""
+    images = first_images(data, settings.images or len(data.train))
+    pruned = sosp.prune(model, images, macs=settings.macs, method=method)
+    tuned = sosp.train(pruned.model, data, settings.tuning, seed=settings.seed).model
+    steps = {"pruned": sosp.shrink(model, pruned.mask, images[:8]), "repaired": pruned.model, "fine-tuned": tuned}
+    accuracies = {step: measure_accuracy(network, data) for step, network in steps.items()}
+    removed = pruned.mask.removed
+    widths = {x.name: (x.channels, x.channels - len(removed.get(x.name, ()))) for x in pruned.mask.layers}
+    return DemoNetwork(f"pruned by {pruned.saliency.method}", tuned, accuracies, pruned.mask, widths)
 
 
 def measure_networks(kept: list[DemoNetwork], data: sosp.data.Dataset) -> list[DemoRow]:
-    """What each network costs and can do; their times are taken in turns."""
-    images = first_images(data, len(data.test), test=True)
-    times = sosp.latency({k.name: k.model for k in kept}, images, runs=RUNS)
+    """Return what each network costs; their times are taken in turns."""
+    images = first_images(data, max(BATCHES))
+    networks = {k.name: k.model for k in kept}
+    times = {batch: sosp.latency(networks, images[:batch], runs=RUNS) for batch in BATCHES}
     return [
-        DemoRow(k.name, sosp.evaluate(k.model, data.test).top1, cost.params, cost.macs, times[k.name].median)
+        DemoRow(
+            k.name,
+            k.accuracies,
+            cost.params,
+            cost.macs,
+            {batch: 1e3 * found[k.name].low for batch, found in times.items()},
+            k.widths,
+        )
         for k in kept
         for cost in [sosp.count(k.model, images[:2])]
     ]
 
 
-def first_images(data: sosp.data.Dataset, count: int, *, test: bool = False) -> Tensor:
-    source: Any = data.test if test else data.train
+def measure_accuracy(model: nn.Module, data: sosp.data.Dataset) -> float:
+    return sosp.evaluate(model, data.test).top1
+
+
+def compare_rankings(rows: list[DemoRow]) -> str:
+    """Return how much the rankings differ in accuracy, after each step of the pruned networks."""
+    steps = {step: [row.accuracies[step] for row in rows[1:]] for step in rows[-1].accuracies}
+    gaps = [f"{100 * (max(found) - min(found)):.1f} points once {step}" for step, found in steps.items()]
+    return f"The networks differ by {', '.join(gaps[:-1])} and {gaps[-1]}: they differ only in the ranking of channels."
+
+
+def first_images(data: sosp.data.Dataset, count: int) -> Tensor:
+    source: Any = data.train
     images, _ = next(iter(source.ordered(batch=count, limit=count)))
     return images

@@ -16,7 +16,7 @@ import sosp
 COMMANDS = {
     "demo": (
         "demo_command.demo",
-        "Train a small residual network on digits, remove half of it, fine-tune, and compare with random pruning.",
+        "Train a small residual network on digits, prune it to 30 % of its MACs, and compare other rankings.",
     ),
     "train": ("run_commands.train", "Train a network."),
     "prune": (

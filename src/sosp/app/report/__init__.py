@@ -12,6 +12,7 @@ from sosp.core.text_files import write_text
 from sosp.errors import ArgumentError, RunError
 
 if TYPE_CHECKING:
+    from sosp.app.demo import DemoRow
     from sosp.selection.tradeoff_points import TradeoffPoint
 
 MARK = '<meta name="generator" content="sosp">'  # of a file that is ours to replace
@@ -58,6 +59,15 @@ def write_figures(runs: Sequence[str | Path], folder: str | Path) -> list[Path]:
     except OSError as error:
         raise RunError(f"{place}: cannot be written to ({error.strerror}).") from error
     return save_figures(found, place)
+
+
+def write_demo_page(folder: Path, rows: Sequence[DemoRow]) -> Path:
+    """Write ``report.html`` of the demo into its folder."""
+    require_packages()
+    from sosp.app.report.demo_page import render_demo_page
+
+    write_text(folder / REPORT, render_demo_page(folder, rows))
+    return folder / REPORT
 
 
 def write_tradeoff_page(
@@ -108,4 +118,4 @@ def refuse_foreign(path: Path) -> None:
         raise RunError(f"{path}: already exists and is not a report. Choose another file.")
 
 
-__all__ = ["keep_report", "write_figures", "write_report", "write_tradeoff_page"]
+__all__ = ["keep_report", "write_demo_page", "write_figures", "write_report", "write_tradeoff_page"]

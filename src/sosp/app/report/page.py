@@ -42,6 +42,11 @@ SECTIONS: tuple[Callable[[RunFacts], ReportSection | None], ...] = (
     next_steps.build_section,
     origin.build_section,
 )
+NOTES = (
+    "Accuracy: on the test data. Parameters and MACs: counted exactly, for one input. Latency: of one call on 8 "
+    "inputs; a pruning measures the networks before and after it in turns. Size: of the tensors; a file adds some "
+    "kilobytes of names."
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,12 @@ def render_page(runs: Sequence[RunFacts]) -> str:
         keys = {facts.folder.resolve(): f"run{i}-" for i, facts in enumerate(runs)}
         chapters = [build_run_report(facts, f"run{i}-" if several else "", keys) for i, facts in enumerate(runs)]
         start = run_overview.build_section(runs) if several else None
-        return create_environment().get_template("page.html").render(chapters=chapters, start=start)
+        return render_chapters(chapters, start)
+
+
+def render_chapters(chapters: Sequence[RunReport], start: ReportSection | None = None, notes: str = NOTES) -> str:
+    """Return the page with a chapter per run and, above several, the section ``start``."""
+    return create_environment().get_template("page.html").render(chapters=chapters, start=start, notes=notes)
 
 
 def save_figures(runs: Sequence[RunFacts], folder: Path) -> list[Path]:

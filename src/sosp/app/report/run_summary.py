@@ -11,6 +11,7 @@ from typing import Any
 from sosp.app.report.run_facts import RunFacts
 from sosp.app.report.run_history import Figures, Step
 from sosp.app.report.section import (
+    FormattedNumber,
     ReportTable,
     TableCell,
     format_count,
@@ -74,16 +75,20 @@ def build_cards(facts: RunFacts) -> list[FigureCard]:
 
 def _card(key: str, first: Figures | None, last: Figures) -> FigureCard:
     name, show = FIGURE_FORMATS[key]
-    after = last[key]
-    before = None if first is None else first.get(key)
-    if before is None:
-        return FigureCard(name, None, show(after), "", None)
-    if key == "top1":
-        return FigureCard(
-            name, show(before), show(after), f"{100 * (after - before):+.2f} points".replace("-", "−"), None
-        )
-    left = after / before if before else 1.0
-    return FigureCard(name, show(before), show(after), f"{left:.1%} left" if key != "latency" else speed(left), left)
+    before = None if first is None or first.get(key) is None else show(first[key])
+    return create_card(name, before, show(last[key]))
+
+
+def create_card(name: str, before: TableCell | None, after: TableCell) -> FigureCard:
+    """Return a figure with the words that compare it with the one before."""
+    if not isinstance(before, FormattedNumber) or not isinstance(after, FormattedNumber):
+        return FigureCard(name, None, after, "", None)
+    if name == "accuracy":
+        points = f"{100 * (after.value - before.value):+.2f} points".replace("-", "−")
+        return FigureCard(name, before, after, points, None)
+    left = after.value / before.value if before.value else 1.0
+    words = speed(left) if name.startswith("latency") else f"{left:.1%} left"
+    return FigureCard(name, before, after, words, left)
 
 
 def speed(left: float) -> str:

@@ -13,14 +13,17 @@ from sosp.app.report.theme import INK, LINE, REMOVED, Plot, create_figure
 
 
 def build_section(facts: RunFacts) -> ReportSection | None:
-    if not facts.layers:
-        return None
-    total, gone = sum(x.channels for x in facts.layers), sum(x.removed for x in facts.layers)
+    return build_layers_section(facts.layers) if facts.layers else None
+
+
+def build_layers_section(layers: Sequence[ReportLayer]) -> ReportSection:
+    """Return the share of channels removed from each layer, as a figure and a table."""
+    total, removed = sum(x.channels for x in layers), sum(x.removed for x in layers)
     words = (
-        f"{gone:,} of {total:,} channels in {len(facts.layers)} layers are gone. Layers that lost much had more than "
-        "they needed; those that lost little are the narrow places of this network.",
+        f"{removed:,} of {total:,} channels in {len(layers)} layers were removed. Layers that lost many channels had "
+        "more than they needed; layers that lost few are the bottlenecks of this network.",
     )
-    return ReportSection("layers", "What was removed", words, (bars(facts.layers),), (table(facts.layers),))
+    return ReportSection("layers", "What was removed", words, (bars(layers),), (table(layers),))
 
 
 def bars(layers: Sequence[ReportLayer]) -> Plot:
