@@ -233,7 +233,7 @@ def test_a_repair_tells_what_it_changed_and_what_it_left(facts: RunFacts) -> Non
     found = render_page(
         [replace(facts, results={"prune": {**facts.results["prune"], "repair": {"layers": layers, **more}}})]
     )
-    assert "25.0% were the whole network&#39;s before and 87.5% are after. It took 2,000 inputs and 3.2 s." in found
+    assert "25.0% before the repair, 87.5% after it. The repair took 2,000 inputs and 3.2 s." in found
     assert "conv1: 0.5 before, 0.125 after" in found
     assert "tied: " not in found
     assert "it is called several times" in found
@@ -457,7 +457,7 @@ def test_layers_without_structures_of_their_own_are_left_out() -> None:
     assert some.pairs_by_layer is not None
     assert whole.pairs_by_layer is not None
     assert torch.equal(some.pairs_by_layer, whole.pairs_by_layer[[0, 2]][:, [0, 2]])
-    assert explain_shared_structures(whole, some).endswith("at the first of them.")
+    assert explain_shared_structures(whole, some).endswith("shown at the first of them.")
     assert explain_shared_structures(whole, whole.without_empty_layers()) == ""
 
 

@@ -100,6 +100,12 @@ def test_the_report_of_a_step_shows_the_whole_way(trained: Path, tmp_path: Path)
     page = (tmp_path / "all.html").read_text()
     assert 'Starts from <a href="#run0-top">trained</a>' in page
     assert 'Starts from <a href="#run1-top">pruned</a>' in page
+    rows = re.findall(r'<th scope="row">(run \d): (\w+)</th><td>([^<]*)</td><td>([^<]*)</td>', page)
+    assert [row[:3] for row in rows] == [
+        ("run 1", "trained", ""),
+        ("run 2", "pruned", "run 1"),
+        ("run 3", "tuned", "run 2"),
+    ]
     with open(pruned / "small.safetensors", "ab") as file:
         file.write(b" ")  # another network: the run that is there now is not where this one comes from
     assert read_run(tuned).parent is None

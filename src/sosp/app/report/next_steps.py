@@ -43,11 +43,11 @@ def build_section(facts: RunFacts) -> ReportSection | None:
 def _suggest_command(facts: RunFacts, done: list[str]) -> tuple[str, str] | None:
     folder = shlex.quote(str(facts.folder))
     if len(done) < len(facts.record.config.stages):
-        return "Go on where it stopped", f"sosp run {folder}"
+        return "Resume the run", f"sosp run {folder}"
     if done == ["train"]:
         return "Remove half of the computation", f"sosp prune {folder} --macs 0.5"
     if done[-1:] == ["prune"]:
-        return "Fine-tune: nothing was trained after the cut", f"sosp finetune {folder}"
+        return "Fine-tune the pruned network", f"sosp finetune {folder}"
     return _suggest_pruning(facts) if done == ["compare"] else None
 
 
@@ -61,7 +61,7 @@ def _suggest_pruning(facts: RunFacts) -> tuple[str, str] | None:
     best = max(mine, key=lambda s: s.means.get(state, 0.0))
     words = ["sosp", "prune", *_list_arguments(facts.record.config, best.method), "--method", best.method]
     words += ["--ratio", f"{best.ratio:g}", *(["--repair"] if state == "repaired" else [])]
-    return f"Prune by {best.method}, which kept most at {best.ratio:g}", shlex.join(words)
+    return f"Prune by {best.method}, which kept the most accuracy at {best.ratio:g}", shlex.join(words)
 
 
 def _list_arguments(config: Config, method: str) -> list[str]:

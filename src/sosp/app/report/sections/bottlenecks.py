@@ -28,13 +28,13 @@ def build_section(facts: RunFacts) -> ReportSection | None:
     if found is None or not found["blocks"]:
         return None
     words = [
-        "If all structures were needed alike, every block would lose what the network loses in all: the dotted line. "
-        "Blocks below it are too narrow for what they do, blocks above it wider than they need.",
+        "If all structures were equally important, every block would lose the same share as the whole network: the "
+        "dotted line. Blocks below the line are too narrow; blocks above it are wider than they need to be.",
         f"Recommended: {found['advice']}." + _price(found),
     ]
     chosen = sorted(found["blocks"], key=lambda part: part["verdict"] == "as needed")[:DRAWN]
     plots = (lines([part for part in found["blocks"] if part in chosen], found["ratios"]),)
-    return ReportSection("bottlenecks", "Where it is too narrow", tuple(words), plots, (table(found["blocks"]),))
+    return ReportSection("bottlenecks", "Bottlenecks", tuple(words), plots, (table(found["blocks"]),))
 
 
 def _price(found: Mapping[str, Any]) -> str:
@@ -58,7 +58,7 @@ def lines(blocks: Sequence[Part], ratios: Sequence[float]) -> Plot:
     axes.set_title("structures removed from a block")
     drawn.legend(loc="outside lower left", ncols=3)
     said = "; ".join(f"{part['name']} is {part['verdict']}" for part in blocks)
-    return Plot("bottlenecks", drawn, f"What every block loses as the network loses more. {said}.")
+    return Plot("bottlenecks", drawn, f"Share that each block loses as more of the network is removed. {said}.")
 
 
 def table(blocks: Sequence[Part]) -> ReportTable:

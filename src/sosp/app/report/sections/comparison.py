@@ -25,8 +25,8 @@ from sosp.studies.compare.summary import ComparisonSummary, list_states
 STATES = {
     "tuned": "fine-tuned",
     "repaired": "repaired, not trained",
-    "recalibrated": "with batch norm statistics taken anew, not trained",
-    "masked": "right after the cut",
+    "recalibrated": "with re-estimated batch-norm statistics, not trained",
+    "masked": "right after pruning",
 }
 COSTS = {"params": "parameters", "macs": "MACs"}
 TONES, MARKS = (BLUE, VERMILLION, GREEN, PURPLE, INK), "osD^vPX<>ph*dH8sD^vo"
@@ -43,7 +43,7 @@ def build_section(facts: RunFacts) -> ReportSection | None:
     seeds = max(s.seeds for s in found)
     words = [f"{format_count(len({s.method for s in found}), 'method')} on the same network, data and budget."]
     if seeds > 1:
-        words.append(f"Means over {seeds} seeds, each with other examples to score with; bars are standard deviations.")
+        words.append(f"Means over {seeds} seeds, each with other scoring examples; bars are standard deviations.")
     words += dict.fromkeys(f"Refused: {s.method} at {s.ratio:g}: {s.refusal}" for s in found if s.refusal)
     plots = tuple(plot_accuracy(found, state, cost, before) for state in shown for cost in COSTS)
     tables = tuple(replace(table(found, state), folded=state != shown[0]) for state in shown)

@@ -29,13 +29,13 @@ def build_section(facts: RunFacts) -> ReportSection | None:
     if not found or not (points := [p for p in found["points"] if p["tuned"] is not None]):
         return None
     words = [
-        "The blocks that lose least were widened and the network trained, pruned and fine-tuned anew (expand), beside "
-        "the network as it was (vanilla) and one in which every layer is a little wider (widen).",
+        "expand: the blocks that lose least were widened, and the network was trained, pruned and fine-tuned again. "
+        "vanilla: the network as it was. widen: every layer is a little wider.",
         *(describe_choice(choice) for choice in found["choices"]),
         *dict.fromkeys(f"Refused: {p['course']}: {p['refusal']}" for p in found["points"] if p["refusal"]),
     ]
     plots = tuple(plot_accuracy(average_seeds(points), "tuned", cost, None) for cost in COSTS)
-    return ReportSection("expansion", "What widening brought", tuple(words), plots, (table(found["points"]),))
+    return ReportSection("expansion", "Expansion", tuple(words), plots, (table(found["points"]),))
 
 
 def describe_choice(choice: Mapping[str, Any]) -> str:
@@ -60,7 +60,7 @@ def _summary(course: str, size: float, group: Points) -> ComparisonSummary:
 
 
 def table(points: Points) -> ReportTable:
-    head = ("network", "seed", "before the cut", "cut to", "parameters", "MACs", "after the cut", "fine-tuned")
+    head = ("network", "seed", "before pruning", "pruned to", "parameters", "MACs", "after pruning", "fine-tuned")
     return ReportTable("Every network", head, tuple(map(_row, points)))
 
 

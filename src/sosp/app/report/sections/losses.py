@@ -20,8 +20,8 @@ FACTOR = 2  # predictions within it are called good
 # Method -> what its second-order prediction adds up.
 SECOND = {
     "sosp-h": "the slopes and half of SOSP-H's terms, the Hessian times all structures at once",
-    "sosp-i": "the slopes and half of all Gauss-Newton pairs among what is gone",
-    "exact": "the slopes and half of all pairs of the exact Hessian among what is gone",
+    "sosp-i": "the slopes and half of all Gauss-Newton pairs of removed structures",
+    "exact": "the slopes and half of all pairs of removed structures in the exact Hessian",
     "sosp-i-diagonal": "the slopes and half of each structure's own Gauss-Newton term, without pairs",
 }
 
@@ -32,14 +32,15 @@ def build_section(facts: RunFacts) -> ReportSection | None:
         return None
     method = str(pruned["method"])
     words = [
-        f"The loss on {course.examples} of the training examples that were scored with, measured while structures go "
-        "in the order of their ranks, the network otherwise as it was: nothing recalibrated, repaired or trained."
+        f"The loss on {course.examples} of the examples used for scoring, measured while structures are removed in the "
+        "order of their ranks. The rest of the network is unchanged: no re-estimated batch-norm statistics, no "
+        "repair, no training."
     ]
     if any(point.first is not None for point in course.points):
         second = f" Second order: {SECOND[method]}." if method in SECOND else ""
-        words.append(f"First order: the sum of the slopes of what is gone.{second} {verdict(course, pruned)}")
+        words.append(f"First order: the sum of the slopes of the removed structures.{second} {verdict(course, pruned)}")
     plots = (changes(course, pruned["structures"]), accuracies(course, pruned["structures"]))
-    return ReportSection("losses", "How good the approximation was", tuple(words), plots, (table(course, pruned),))
+    return ReportSection("losses", "Predicted and measured loss", tuple(words), plots, (table(course, pruned),))
 
 
 def verdict(course: LossCurve, pruned: dict[str, int]) -> str:
@@ -98,7 +99,7 @@ def accuracies(course: LossCurve, structures: int) -> Plot:
     axes.set_title("accuracy on these examples")
     _format_axes(axes)
     first, last = known[0][1], known[-1][1]
-    return Plot("cut-accuracy", drawn, f"Accuracy as structures go, from {first:.1%} to {last:.1%}.")
+    return Plot("cut-accuracy", drawn, f"Accuracy as structures are removed, from {first:.1%} to {last:.1%}.")
 
 
 def _format_axes(axes: Axes) -> None:
@@ -112,7 +113,9 @@ def describe_plot(course: LossCurve, start: LossPoint) -> str:
     found = change(last, start)
     measured = "no number" if found is None else f"{found:.3g}"
     guess = "" if last.second is None else f", predicted {last.second:.3g} to second order"
-    return f"Change of the loss as structures go. With all {last.removed:,} gone: measured {measured}{guess}."
+    return (
+        f"Change of the loss as structures are removed. With all {last.removed:,} removed: measured {measured}{guess}."
+    )
 
 
 def table(course: LossCurve, pruned: dict[str, int]) -> ReportTable:

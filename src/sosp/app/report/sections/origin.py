@@ -24,8 +24,8 @@ KEYS = {
 def build_section(facts: RunFacts) -> ReportSection:
     origin = facts.record.origin
     command = origin.get("command")
-    code = (("Do it again", shlex.join(map(str, command))),) if isinstance(command, list) else ()
-    return ReportSection("origin", "Where it comes from", (), tables=(versions(facts), settings(facts)), code=code)
+    code = (("Command that repeats this run", shlex.join(map(str, command))),) if isinstance(command, list) else ()
+    return ReportSection("origin", "Origin", (), tables=(versions(facts), settings(facts)), code=code)
 
 
 def versions(facts: RunFacts) -> ReportTable:

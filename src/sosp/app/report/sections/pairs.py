@@ -26,9 +26,9 @@ def build_section(facts: RunFacts) -> ReportSection | None:
         return None
     between = 1 - np.trace(Q) / Q.sum()
     words = (
-        "Sums of the absolute values of Q, layer by layer: how much removing structures of one layer changes what "
-        f"removing those of another costs. {between:.0%} of all of it lies between layers, which a method that looks "
-        f"at one layer at a time does not see.{explain_shared_structures(facts.saliency, found)}",
+        "Sums of the absolute values of Q for two layers: how much removing structures of one layer changes the cost "
+        f"of removing structures of the other. {between:.0%} of the total is between different layers, which a method "
+        f"that ranks one layer at a time ignores.{explain_shared_structures(facts.saliency, found)}",
     )
     return ReportSection("pairs", "Which layers depend on each other", words, (matrix(found, Q),), (table(found, Q),))
 
@@ -74,4 +74,4 @@ def table(found: SavedSaliency, Q: np.ndarray) -> ReportTable:
         )
         for i, j in places
     )
-    return ReportTable("The strongest ties between two layers", ("layer", "and", "sum of |Q|", "of all"), rows)
+    return ReportTable("The pairs of layers with the largest sums", ("layer", "and", "sum of |Q|", "of all"), rows)

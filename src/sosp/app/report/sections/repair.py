@@ -19,19 +19,19 @@ def build_section(facts: RunFacts) -> ReportSection | None:
     if not found:
         return None
     words = [
-        "The weights that are left were fitted anew so that every layer gives again what the whole network gives in "
-        "its place, without labels and without training. The error is the share of that output's variance that is "
-        "missing, on inputs held out, with everything in front of the layer repaired.",
+        "The remaining weights were fitted, layer by layer, to the outputs of the unpruned network, without labels "
+        "and without training. The error is the share of the variance of a layer's output that is not reproduced, on "
+        "inputs that were not used for the fit, with all layers before it repaired.",
     ]
     if "agreement_after" in repair:
         words.append(
-            f"Of the answers, {repair['agreement_before']:.1%} were the whole network's before and "
-            f"{repair['agreement_after']:.1%} are after. It took {format_count(repair['examples'], 'input')} and "
-            f"{repair['seconds']:.1f} s."
+            f"Outputs that agree with the unpruned network: {repair['agreement_before']:.1%} before the repair, "
+            f"{repair['agreement_after']:.1%} after it. The repair took {format_count(repair['examples'], 'input')} "
+            f"and {repair['seconds']:.1f} s."
         )
     refitted = [x for x in found if not x.get("why")]
     plots = (errors(refitted),) if refitted else ()
-    return ReportSection("repair", "What the repair brought", tuple(words), plots, (table(found),))
+    return ReportSection("repair", "Repair", tuple(words), plots, (table(found),))
 
 
 def errors(found: Errors) -> Plot:

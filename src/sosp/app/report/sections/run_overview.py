@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
@@ -14,13 +15,23 @@ from sosp.app.report.theme import MUTED, Plot, create_figure
 
 
 def build_section(runs: Sequence[RunFacts]) -> ReportSection:
-    """The last network of every run."""
-    rows = [(run.name, format_title(run), "" if run.parent is None else run.parent.name, *_cells(run)) for run in runs]
-    figures = (name for name, _ in FIGURE_FORMATS.values())
-    table = ReportTable("The runs", ("run", "network", "starts from", "state", *figures), tuple(rows))
+    """Return the last network of every run, and the run that each starts from."""
+    numbers = {run.folder.resolve(): f"run {i}" for i, run in enumerate(runs, 1)}
+    rows = [
+        (f"{numbers[run.folder.resolve()]}: {run.name}", _name_parent(run, numbers), format_title(run), *_cells(run))
+        for run in runs
+    ]
+    head = ("run", "starts from", "network", "state", *(name for name, _ in FIGURE_FORMATS.values()))
+    if len({row[2] for row in rows}) == 1:  # the same network, which the title of each chapter names
+        head, rows = (*head[:2], *head[3:]), [(*row[:2], *row[3:]) for row in rows]
+    table = ReportTable("The runs", head, tuple(rows))
     measured = [run for run in runs if measure_way(run.steps)]
     plots = (points(measured),) if len(measured) > 1 else ()
     return ReportSection("runs", "The runs compared", (), plots, (table,))
+
+
+def _name_parent(run: RunFacts, numbers: Mapping[Path, str]) -> str:
+    return "" if run.parent is None else numbers.get(run.parent.resolve(), run.parent.name)
 
 
 def _cells(run: RunFacts) -> list[TableCell]:

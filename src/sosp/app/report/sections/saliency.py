@@ -21,21 +21,22 @@ def build_section(facts: RunFacts) -> ReportSection | None:
     found = facts.saliency.without_empty_layers()
     cut = threshold(found)
     words = [
-        f"The saliency of a structure is what {found.method} expects its removal to cost, here of each one by itself. "
-        "Thin lines reach from the 5th to the 95th hundredth of a layer's structures, thick ones from the 25th to the "
-        f"75th; the dot is the median.{explain_shared_structures(facts.saliency, found)}"
+        f"The saliency of a structure is the increase of the loss that {found.method} expects from removing it alone. "
+        "Thin lines reach from the 5th to the 95th percentile of a layer's structures, thick lines from the 25th to "
+        f"the 75th; the dot is the median.{explain_shared_structures(facts.saliency, found)}"
     ]
     if cut is None:
         words.append(
-            "What went and what stayed overlap: the choice also looked at pairs, at a cap or at every layer by itself."
+            "The saliencies of removed and kept structures overlap: the selection also considered the MACs or "
+            "parameters that a structure saves, pairs of structures, a cap, or each layer by itself."
         )
-    return ReportSection("saliency", "What structures cost", tuple(words), (spread(found, cut),), (table(found),))
+    return ReportSection("saliency", "Saliencies", tuple(words), (spread(found, cut),), (table(found),))
 
 
 def explain_shared_structures(whole: SavedSaliency | None, shown: SavedSaliency) -> str:
     """Where structures of several layers are, if there are any."""
     some = whole is not None and len(shown.layers) < len(whole.layers)
-    return " Structures over several layers stand at the first of them." if some else ""
+    return " Structures over several layers are shown at the first of them." if some else ""
 
 
 def threshold(found: SavedSaliency) -> float | None:

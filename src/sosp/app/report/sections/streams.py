@@ -35,12 +35,13 @@ def build_section(facts: RunFacts) -> ReportSection | None:
     if not facts.widths:
         return None
     words = (
-        "A band is a stream: channels that flow together, added or concatenated, from the layers that write them to "
-        "those that read them. Each layer is a line from the stream it reads to the one it writes. A band is as high "
-        "as the stream was wide (on a square-root scale), and its filled part is the share of channels still there.",
+        "A band is a stream: channels that are added or concatenated, from the layers that write them to the layers "
+        "that read them. Each layer is a line from the stream it reads to the stream it writes. The height of a band "
+        "is the width of the stream before pruning, on a square-root scale; the filled part is the share of channels "
+        "left.",
     )
     return ReportSection(
-        "streams", "The network as streams", words, (plot_streams(facts.widths),), (table(facts.widths),)
+        "streams", "Streams of the network", words, (plot_streams(facts.widths),), (table(facts.widths),)
     )
 
 
@@ -150,7 +151,7 @@ def _layers(axes: Axes, widths: Sequence[LayerWidths], found: Sequence[StreamSeg
 
 def describe(piece: StreamSegment) -> str:
     share = piece.left / max(piece.before, 1)
-    return f"into {piece.reader}: {piece.left} of {piece.before} channels flow ({share:.1%})"
+    return f"into {piece.reader}: {piece.left} of {piece.before} channels left ({share:.1%})"
 
 
 def describe_plot(widths: Sequence[LayerWidths]) -> str:

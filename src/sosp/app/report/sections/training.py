@@ -29,7 +29,7 @@ def build_section(facts: RunFacts) -> ReportSection | None:
     words = tuple(summary(NAMES[stage], epochs) for stage, epochs in stages.items())
     plots = tuple(draw(stage, epochs) for stage, epochs in stages.items() for draw in (losses, accuracies))
     tables = tuple(table(NAMES[stage], epochs) for stage, epochs in stages.items())
-    return ReportSection("training", "How training went", words, plots, tables)
+    return ReportSection("training", "Training", words, plots, tables)
 
 
 def summary(name: str, epochs: Sequence[Epoch]) -> str:
