@@ -139,7 +139,8 @@ def summarize_run(facts: RunFacts) -> list[str]:
         said.append(f"{format_count(len(methods), 'method')} compared at {format_count(len(ratios), 'ratio')}.")
     if "expand" in results:
         said.append(
-            f"{format_count(len(results['expand']['points']), 'network')} expanded, widened or unchanged, then pruned and compared."
+            f"{format_count(len(results['expand']['points']), 'network')} expanded, widened or unchanged, then pruned "
+            "and compared."
         )
     if missing := [stage for stage in config.stages if stage not in results]:
         said.append(f"Not finished: {', '.join(missing)}.")
