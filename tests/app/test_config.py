@@ -135,7 +135,6 @@ def test_every_option_explains_itself() -> None:
         ),
         ("prune", "ratios", {"conv1": "x"}, r"\[prune\] ratios should be a number for each layer"),
         ("prune", "scope", "layers", r"\[prune\] scope='layers' is not known. Did you mean 'layer'\?"),
-        
         ("train", "schedule", "cifr", r"\[train\] schedule='cifr' is not known. Did you mean 'cifar'\?"),
         ("train", "milestones", [0.5, "x"], r"\[train\] milestones should be a list of numbers"),
         ("train", "milestones", [1.5], r"\[train\] milestones=1.5 must be a number, from 0 to 1"),
