@@ -431,13 +431,13 @@ def test_a_budget_that_takes_a_whole_layer_is_refused_by_its_name() -> None:
 def test_single_weights_have_no_budget() -> None:
     c = case("mlp")
     s = saliency(c, kind="weights")
-    with pytest.raises(ArgumentError, match="params=.* needs the channel flow"):
+    with pytest.raises(ArgumentError, match=r"params=.* needs the channel flow"):
         sosp.select(s, params=0.5)
 
 
 def test_structures_without_a_flow_have_no_budget() -> None:
     s = saliency(case("mlp"))
     blind = replace(s, structures=replace(s.structures, flow=None))
-    with pytest.raises(ArgumentError, match="macs=.* needs the channel flow"):
+    with pytest.raises(ArgumentError, match=r"macs=.* needs the channel flow"):
         sosp.select(blind, macs=0.5)
     assert sosp.select(blind, ratio=0.3).chosen == 4

@@ -113,8 +113,8 @@ def prune_and_finetune(
 ) -> DemoNetwork:
     """Return the fine-tuned network, and the accuracy after each step."""
     images = first_images(data, settings.images or len(data.train))
-    scope = None if method is None else "global"  # all layers ranked together, as by default
-    pruned = sosp.prune(model, images, macs=settings.macs, method=method, scope=scope)
+    together = None if method is None else sosp.Selection(scope="global")  # all layers ranked together, as by default
+    pruned = sosp.prune(model, images, macs=settings.macs, method=method, selection=together)
     tuned = sosp.train(pruned.model, data, settings.tuning, seed=settings.seed).model
     steps = {"pruned": sosp.shrink(model, pruned.mask, images[:8]), "repaired": pruned.model, "fine-tuned": tuned}
     accuracies = {step: measure_accuracy(network, data) for step, network in steps.items()}

@@ -27,7 +27,7 @@ from sosp.selection.savings import Savings
 SAVING_POWER = 0.75  # below 1: many cheap removals cost more together than their sum
 CROWDING_POWER = 2
 STEPS = {"cpu": 8, "cuda": 32}  # widths that are multiples of this are fast there
-LEAST_STEPS, LEAST_STEPS_EMPTIABLE = 4, 2  # of a layer's width: narrower layers have smaller steps
+LEAST_STEPS = 4  # of the width of a layer: narrow ones have smaller steps
 
 
 def order_by_price(
@@ -189,17 +189,17 @@ def list_layers(
         alone = np.isin(np.arange(len(structures)), mine)
         emptied = branches.find(alone)
         each = max(1, int(np.isin(ids.numpy(), mine).sum()) // max(len(mine), 1))
-        step = choose_step(layer.channels, emptied is not None and bool(emptied.ends), round_to)
+        step = choose_step(layer.channels, round_to)
         most = limit_removals([len(mine)], cap)[0]
         found.append(LayerState(mine, len(mine), layer.channels, each, max(1, step // each), most, cut=emptied is None))
     return found
 
 
-def choose_step(width: int, emptiable: bool, round_to: int | str) -> int:
+def choose_step(width: int, round_to: int | str) -> int:
     """Return the number of channels that go together from a layer."""
     if not isinstance(round_to, str):
         return round_to
-    step, least = STEPS[round_to], LEAST_STEPS_EMPTIABLE if emptiable else LEAST_STEPS
-    while step > 1 and step * least > width:
+    step = STEPS[round_to]
+    while step > 1 and step * LEAST_STEPS > width:
         step //= 2
     return step

@@ -266,22 +266,32 @@ def _select_globally(
     if budget is None:
         return chosen(least)
     plan = meet_budget(structures, chosen, len(steps), budget, least)
-    return _restore_fitting(saliency, steps, plan, budget, count) if options.rule == "priced" else plan
+    if options.rule == "saliency":
+        return plan
+    return _restore_fitting(saliency, steps, plan, budget, count, finer=options.round_to == "auto")
 
 
-def _restore_fitting(saliency: Saliency, steps: list[Tensor], plan: Plan, budget: Budget, count: int) -> Plan:
-    """Return a plan that takes some removals back, the last first, as far as the budget allows."""
+def _restore_fitting(
+    saliency: Saliency, steps: list[Tensor], plan: Plan, budget: Budget, count: int, finer: bool
+) -> Plan:
+    """Return a plan that takes some removals back, the last first, as far as the budget allows.
+
+    ``finer``: where a whole step does not fit, the more important half of it may.
+    """
     structures, owner = saliency.structures, saliency.structures.owner()
     whole, now, full = compute_whole_cost(plan.flow), plan.cost, set[int]()
     taken = steps[: int((torch.tensor([len(s) for s in steps]).cumsum(0) <= plan.mask.chosen).sum())]
     for step in reversed(taken[-MOST_RESTORED:]):
         layer = int(owner[step[0]])
-        if layer in full:
-            continue
-        fewer = [other for other in taken if other is not step]
-        cost = compute_cost_left(structures, plan.flow, _join(fewer), budget.style)
-        if sum(map(len, fewer)) >= count and budget.is_met(cost, whole) and cost != now:
-            taken, now = fewer, cost
+        half = step[-(-len(step) // 2) :] if finer else step[:0]
+        for back in (step, half):
+            if layer in full or not len(back):
+                continue
+            fewer = [other if other is not step else step[: len(step) - len(back)] for other in taken]
+            cost = compute_cost_left(structures, plan.flow, _join(fewer), budget.style)
+            if sum(map(len, fewer)) >= count and budget.is_met(cost, whole) and cost != now:
+                taken, now = fewer, cost
+                break
         else:
             full.add(layer)  # its other removals save as much
     better = plan_structures(structures, plan.flow, _join(taken), budget.style)
