@@ -80,8 +80,6 @@ def measure_time_left(runtime: str, model: nn.Module, small: nn.Module, inputs: 
         model, small, inputs = (x.to(torch.bfloat16) for x in (model, small, inputs))
     if "nhwc" in runtime:
         model, small, inputs = (x.to(memory_format=torch.channels_last) for x in (model, small, inputs))
-            x.to(memory_format=torch.channels_last) for x in (copy.deepcopy(model), copy.deepcopy(small), inputs)
-        )
     with torch.inference_mode():
         calls = {"original": RUNTIMES[runtime](model, inputs), "pruned": RUNTIMES[runtime](small, inputs)}
         times = time_in_turns(calls, inputs.device)
@@ -159,9 +157,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--macs", type=float, nargs="+", default=[0.5, 0.3], help="Shares of the MACs to keep.")
     parser.add_argument("--inputs", type=int, default=1000, help="Number of training images to give, without labels.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the choice of images.")
-    parser.add_argument(
-        "--batch", type=int, nargs="+", default=[1, 32], help="Numbers of inputs to time."
-    )
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32], help="Numbers of inputs to time.")
     parser.add_argument("--runtime", nargs="+", default=["eager"], choices=[*RUNTIMES], help="What runs the networks.")
     parser.add_argument("--threads", type=int, help="Number of CPU threads.")
     parser.add_argument("--device", default="cpu", help="cpu or cuda.")
