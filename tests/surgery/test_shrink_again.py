@@ -89,11 +89,14 @@ def test_shrunk_again_where_a_layer_is_gone(name: str) -> None:
             once = cut(name, first | second)
             check_both_modes(again, once, c.example)
             shapes = [{n: t.shape for n, t in found.state_dict().items()} for found in (again, once)]
-            assert shapes[0] == shapes[1], layer
+            if (name, layer) in (("convnext", "pwconv2"), ("attention-hf", "proj")):
+                assert parameters(again) < parameters(once)  # a norm of the stream is gone: it holds no channel back
+            else:
+                assert shapes[0] == shapes[1], layer
 
 
 def alive(model: nn.Module) -> set[str]:
-    return {n for n, module in model.named_modules() if isinstance(getattr(module, "weight", None), Tensor)}
+    return {n for n, module in model.named_modules() if isinstance(getattr(module, "weight", None), nn.Parameter)}
 
 
 def used(model: nn.Module, c: Case) -> set[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,6 +138,8 @@ class Scatter(nn.Module):
             return x.index_select(axis, self.inverse).masked_fill(align_values(self.empty, x.dim(), axis), 0)
         shape = list(x.shape)
         shape[axis] = len(self.index)
+        if not len(self.places):
+            return x.new_zeros(shape)
         taken = x if self.whole else x.index_select(axis, self.source)
         return x.new_zeros(shape).index_copy_(axis, self.places, taken)
 
@@ -146,6 +150,13 @@ class Scatter(nn.Module):
 def scatter_output(module: Any, args: Any, output: Tensor) -> Tensor:
     """The forward hook of a module with a ``scatter``."""
     return module.scatter(output)
+
+
+def _copy_plain_attributes(old: nn.Module, new: nn.Module, types: tuple[type, ...]) -> None:
+    """Code may ask for them."""
+    for key, value in vars(old).items():
+        if not key.startswith("_") and isinstance(value, types):
+            setattr(new, key, value)
 
 
 def _make_zeros(like: object, axis: int, width: int) -> Tensor | None:
@@ -173,9 +184,7 @@ class ZeroLayer(nn.Module):
 
     def __init__(self, layer: Any, width: int = 1) -> None:
         super().__init__()
-        for key, value in vars(layer).items():
-            if not key.startswith("_") and isinstance(value, (int, str, tuple)):
-                setattr(self, key, value)
+        _copy_plain_attributes(layer, self, (int, str, tuple))
         self.width = width  # one channel, unless what follows needs more
         self.linear = not hasattr(layer, "kernel_size")
         kind = find_layer_type(layer)
@@ -196,6 +205,73 @@ class ZeroLayer(nn.Module):
         if self.transposed:
             return (n - 1) * s - 2 * p + r * (k - 1) + self.output_padding[i] + 1
         return (n + 2 * p - r * (k - 1) - 1) // s + 1
+
+
+class BypassedModule(nn.Module):
+    """What is left of a module that gives one of its arguments, zeros of that shape, or what some of its parts give.
+
+    Its parts keep their names. Those that do not run any more are replaced by modules without parameters.
+    """
+
+    def __init__(self, module: nn.Module, source: int | str, steps: Sequence[str], zero: bool) -> None:
+        super().__init__()
+        _copy_plain_attributes(module, self, (bool, int, float, str, tuple))
+        self._modules.update({key: part for key, part in module._modules.items() if key != "scatter"})
+        self._bypass = (source, tuple(steps), zero)
+        for name, part in list(self.named_modules()):
+            if name and not is_kept_part(name, steps):
+                self._replace(name, _make_placeholder(part))
+        if steps and getattr(first := self.get_submodule(steps[0]), "inplace", False):
+            fresh: Any = copy.copy(first)  # it was given a tensor of its own to write into
+            fresh.inplace = False
+            self._replace(steps[0], fresh)
+
+    def _replace(self, name: str, part: nn.Module) -> None:
+        path, _, key = name.rpartition(".")
+        self.get_submodule(path)._modules[key] = part
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        x = find_source(self, args, kwargs)
+        if self._bypass[2]:
+            return x.new_zeros(()).expand(x.shape)
+        for step in self._bypass[1]:
+            x = self.get_submodule(step)(x)
+        return x
+
+    def extra_repr(self) -> str:
+        source, steps, zero = self._bypass
+        return "zeros" if zero else " -> ".join([f"argument {source!r}", *steps])
+
+
+def is_kept_part(name: str, steps: Sequence[str]) -> bool:
+    """Whether a part of a bypassed module still runs, has one that runs in it, or is in one."""
+    return any(f"{name}.".startswith(f"{s}.") or f"{s}.".startswith(f"{name}.") for s in steps)
+
+
+def _make_placeholder(part: nn.Module) -> nn.Module:
+    """What takes the place of a module that does not run any more: it has no parameters."""
+    if part._modules or isinstance(part, ZeroLayer):
+        part = copy.copy(part)
+        part._modules = {key: child for key, child in part._modules.items() if key != "scatter"}
+        part._parameters, part._buffers = dict.fromkeys(part._parameters), dict.fromkeys(part._buffers)
+        part._forward_hooks = OrderedDict()
+        return part
+    if not part._parameters and not part._buffers:
+        return part
+    kind = find_layer_type(part)
+    return ZeroLayer(part, kind.channels(part)) if kind is not None else nn.Identity()
+
+
+def find_source(module: Any, args: Any, kwargs: Any) -> Tensor:
+    """The argument that a bypassed module gives, takes the shape of, or gives to the first of its parts that run."""
+    source = module._bypass[0]
+    found: Tensor = kwargs[source] if isinstance(source, str) else args[source]
+    return found
+
+
+def gives_known_zeros(module: nn.Module) -> bool:
+    """Whether it is a part of a smaller network that gives zeros, whatever it is given."""
+    return isinstance(module, BypassedModule) and module._bypass[2]
 
 
 # Gates: a hook on the output of each layer or of its own norm ---------------------------------------------------------

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from sosp.core.layers import find_layer_type
+from sosp.graph.dataflow import Event
 from sosp.graph.labels import OPAQUE, ZERO, Labels, label_axis
 from sosp.graph.ops import find_user_line
 
@@ -152,6 +153,7 @@ class Graph:
     decisions: list[Decision] = field(default_factory=list)
     ran: set[str] = field(default_factory=set)  # modules
     used: dict[str, set[str]] = field(default_factory=dict)  # parameter -> the modules in which an op took it
+    events: dict[str, list[Event]] = field(default_factory=dict)  # mode -> what ops and modules take and give, in order
     leaving: list[tuple[str, Labels]] = field(default_factory=list)  # (module, what it returned), real numbers only
 
     def add_values(self, n: int, parametric: bool = False) -> Ids:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from sosp.core.batches import call_model
-from sosp.core.layers import Scatter, ZeroLayer
+from sosp.core.layers import Scatter, ZeroLayer, gives_known_zeros
 from sosp.graph.channels import FixedAxis, OpRecord, Pin
 from sosp.graph.forward_code import build_path_pin, clone_inputs, copy_to_meta, find_exposed_values, isolate_forward
 from sosp.graph.labels import (
@@ -307,7 +307,8 @@ def compare_ops(
 
     handles = []
     for name, module in twin.named_modules():
-        if isinstance(module, Scatter) or (isinstance(module, ZeroLayer) and name in replaced):
+        rests = isinstance(module, Scatter) or gives_known_zeros(module)
+        if rests or (isinstance(module, ZeroLayer) and name in replaced):
             handles.append(module.register_forward_pre_hook(rest))
             handles.append(module.register_forward_hook(work))
     try:

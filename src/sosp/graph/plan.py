@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from sosp.errors import StructureError, check_choice
+from sosp.graph.bypass import add_bypasses
 from sosp.graph.channels import DenseWeight, ModuleCall
 from sosp.graph.dry_run import fit_layout
 from sosp.graph.flow import Flow, follow_channels
@@ -20,7 +21,7 @@ from sosp.graph.labels import ZERO
 from sosp.graph.layout import Layout, LayoutStyle, make_full_layout
 from sosp.graph.mask import Mask, check_mask
 from sosp.graph.ops import RECURRENT
-from sosp.graph.recipe import Recipe, find_zero_rows
+from sosp.graph.recipe import Bypass, Recipe, find_zero_rows, list_bypassed_parts
 
 CONVENTIONS = ("exact", "alternative")
 
@@ -44,8 +45,9 @@ def plan_removal(flow: Flow, mask: Mask, style: LayoutStyle | None = None) -> Pl
     """
     removed = flow.find_removed_outputs(mask.removed, mask.own_norms)
     fit = fit_layout(flow.without_learned(), removed, style)
-    zeroed = find_zero_rows(flow.network, flow.graph, fit.layout, removed, fit.recipe)
-    return Plan(mask, fit.flow, fit.layout, fit.recipe, zeroed, compute_cost(fit.flow, fit.layout))
+    recipe = add_bypasses(fit.flow, fit.layout, fit.recipe)
+    zeroed = find_zero_rows(flow.network, flow.graph, fit.layout, removed, recipe)
+    return Plan(mask, fit.flow, fit.layout, recipe, zeroed, compute_cost(fit.flow, fit.layout, recipe.bypassed))
 
 
 def count(model: nn.Module, example: Any, mask: Mask | None = None, *, convention: str = "exact") -> Cost:
@@ -116,9 +118,12 @@ def compute_whole_cost(flow: Flow) -> Cost:
     return compute_cost(flow, make_full_layout(flow.graph.count))
 
 
-def compute_cost(flow: Flow, layout: Layout) -> Cost:
-    """The cost of the network that keeps this."""
-    return _cost(*_sizes(flow, layout))
+def compute_cost(flow: Flow, layout: Layout, bypassed: Mapping[str, Bypass] | None = None) -> Cost:
+    """The cost of the network that keeps this, and of the bypassed modules only the steps."""
+    params, macs = _sizes(flow, layout)
+    gone = list_bypassed_parts(flow.network, bypassed or {})
+    params = {name: 0 if name.rpartition(".")[0] in gone else number for name, number in params.items()}
+    return _cost(params, {name: 0 if name in gone else number for name, number in macs.items()})
 
 
 def _sizes(flow: Flow, layout: Layout) -> tuple[dict[str, int], dict[str, int]]:

@@ -11,7 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sosp.core.layers import Scatter, ZeroLayer, find_layer_type, is_norm, scatter_output
+from sosp.core.layers import (
+    BypassedModule,
+    Scatter,
+    ZeroLayer,
+    find_layer_type,
+    is_kept_part,
+    is_norm,
+    scatter_output,
+)
 from sosp.errors import CheckpointError, StructureError
 from sosp.graph.channels import DenseWeight, Graph, ModuleCall
 from sosp.graph.layout import Layout
@@ -30,6 +38,15 @@ class ScatterIndex:
 
 
 @dataclass(frozen=True)
+class Bypass:
+    """What a module gives without most of its parts: an argument, after some of the parts; or zeros of its shape."""
+
+    source: int | str  # the argument, by its place or by its name
+    steps: tuple[str, ...] = ()  # names inside the module
+    zero: bool = False
+
+
+@dataclass(frozen=True)
 class Recipe:
     """What to do to a network's parameters, buffers and modules, by name."""
 
@@ -39,6 +56,7 @@ class Recipe:
     scatters: Mapping[str, ScatterIndex | None] = field(default_factory=dict)  # module -> behind it; None takes it away
     emptied: tuple[str, ...] = ()  # layers of which nothing is left
     passed: tuple[str, ...] = ()  # norms of which nothing is left
+    bypassed: Mapping[str, Bypass] = field(default_factory=dict)  # module -> what it gives instead
 
 
 # working it out ------------------------------------------------------------------------------------------------------
@@ -84,6 +102,15 @@ def write_recipe(model: nn.Module, graph: Graph, layout: Layout, removed: Remove
 def _is_unneeded_norm(model: nn.Module, graph: Graph, layout: Layout, name: str) -> bool:
     """A norm that nothing needs any more."""
     return is_norm(model.get_submodule(name)) and not layout.needed[graph.calls[name][0].given].any()
+
+
+def list_bypassed_parts(model: nn.Module, bypassed: Mapping[str, Bypass]) -> set[str]:
+    """Return the bypassed modules and all in them that does not run any more."""
+    found = set(bypassed)
+    for name, bypass in bypassed.items():
+        parts = (part for part, _ in model.get_submodule(name).named_modules(remove_duplicate=False) if part)
+        found |= {f"{name}.{part}" for part in parts if not is_kept_part(part, bypass.steps)}
+    return found
 
 
 def find_kept_positions(counts: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -179,7 +206,7 @@ def find_zero_rows(
 ) -> dict[str, tuple[int, Tensor]]:
     """Return parameter -> axis and rows to set to zero: channels that are removed but computed (``join="zeros"``)."""
     found: dict[str, tuple[int, Tensor]] = {}
-    gone = {*recipe.emptied, *recipe.passed}
+    gone = {*recipe.emptied, *recipe.passed, *list_bypassed_parts(model, recipe.bypassed)}
     for name, cuts in graph.calls.items():
         cut = cuts[0]
         if layout.zeroed(cut) and name not in gone:
@@ -251,6 +278,8 @@ def apply_recipe(model: nn.Module, recipe: Recipe) -> None:
         replace_module(model, name, nn.Identity())
     for name, placing in recipe.scatters.items():
         _place(model.get_submodule(name), placing, homes[name])
+    for name, bypass in recipe.bypassed.items():
+        replace_module(model, name, BypassedModule(model.get_submodule(name), bypass.source, bypass.steps, bypass.zero))
     for module in model.modules():  # recurrent layers keep their weights in one block of memory
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()

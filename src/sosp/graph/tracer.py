@@ -13,8 +13,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from sosp.core.layers import Scatter, find_channel_axis, find_layer_type, is_norm
-from sosp.graph.channels import Graph, Ids, ModuleCall, OpRecord, TensorRegistry
+from sosp.core.layers import Scatter, find_channel_axis, find_layer_type, find_source, gives_known_zeros, is_norm
+from sosp.graph.channels import Combination, Graph, Ids, ModuleCall, OpRecord, TensorRegistry
+from sosp.graph.dataflow import (
+    CUT,
+    IDLE_DROPOUT,
+    EnterEvent,
+    LeaveEvent,
+    OpEvent,
+    find_form,
+    is_idle_dropout,
+    list_arguments,
+)
 from sosp.graph.forward_code import count_input_examples, list_tensors
 from sosp.graph.labels import (
     IDENTITY_OPS,
@@ -68,7 +78,9 @@ class Tracer(TorchFunctionMode):
         examples = count_input_examples(inputs)
         self.registry = TensorRegistry(model, graph, mode, values, examples)
         self.records = graph.records.setdefault(mode, [])
+        self.events = graph.events.setdefault(mode, [])
         self.inputs: dict[str, Any] = {}  # module -> the arguments of its last call
+        self.sources: list[Tensor] = []  # of modules that give zeros in their place
         self.paused = False
         for x in list_tensors(inputs):
             self.registry.begin(x)
@@ -95,6 +107,12 @@ class Tracer(TorchFunctionMode):
             self.follow(OpCall(func, name, leaves, spec, shapes, self.find_known_values(leaves)), result, args, kwargs)
         else:
             self.note_reads(name, tensors)
+        written = [x for x, version, _ in before if x._version != version]
+        if shapes or written or name in VALUES:
+            idle = name in DROPOUTS and is_idle_dropout(args, kwargs)
+            outputs = [y for y in tree_leaves(result) if isinstance(y, Tensor)]
+            moves = bool(shapes) and self.records[-1].moves
+            self.note_event(IDLE_DROPOUT if idle else name, leaves, outputs, written, moves)
         for x, version, old in before:
             if x._version != version:
                 self.registry.feed(tensors, [x])
@@ -126,6 +144,26 @@ class Tracer(TorchFunctionMode):
         picks = name == "__getitem__" and any(x.dtype == torch.bool for x in tensors[1:])
         if name in COUNTING or picks or (name == "where" and len(tensors) == 1):
             self.registry.add_decision(name, tensors, shape=True)
+
+    def note_event(
+        self, name: str, leaves: list[Any], outputs: list[Tensor], written: list[Tensor], moves: bool
+    ) -> None:
+        """Which tensors the op took, gave and wrote into, and what shares memory with those."""
+        given = [x for x in leaves if isinstance(x, Tensor)]
+        memory = (self.registry.families.get(x.untyped_storage()._cdata, []) for x in written)
+        self.events.append(
+            OpEvent(
+                name,
+                tuple(id(x) for x in given),
+                tuple(id(y) for y in outputs),
+                tuple(find_form(x) for x in given),
+                tuple(find_form(y) for y in outputs),
+                tuple(self.registry.seen(y) for y in outputs),
+                tuple(x for x in leaves if not isinstance(x, Tensor) and x is not None),
+                frozenset(k for ids in memory for k in ids) | {id(x) for x in written},
+                moves,
+            )
+        )
 
     def note_reads(self, name: str, tensors: list[Tensor]) -> None:
         """An op that returns no tensor."""
@@ -272,7 +310,7 @@ class Tracer(TorchFunctionMode):
         for name, module in self.registry.modules.items():
             if not isinstance(module, torch.jit.ScriptModule):
                 # Before all other hooks on the way in, behind all on the way out.
-                handles.append(module.register_forward_pre_hook(self.enter(name), prepend=True))
+                handles.append(module.register_forward_pre_hook(self.enter(name), prepend=True, with_kwargs=True))
                 handles.append(module.register_forward_hook(self.leave(name)))
         try:
             yield
@@ -281,11 +319,17 @@ class Tracer(TorchFunctionMode):
                 h.remove()
 
     def enter(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.paused = True  # the sizes that are read here are not read by the code
+            tensors = list_arguments(args, kwargs)
+            given = {k: (id(x), self.registry.seen(x), tuple(x.shape)) for k, x in tensors.items()}
+            self.events.append(EnterEvent(name, given, len(tensors) == len(args) + len(kwargs) == 1))
             self.registry.stack.append(name)
             self.graph.ran.add(name)
-            self.paused = isinstance(module, Scatter)
+            self.paused = isinstance(module, Scatter) or gives_known_zeros(module)
             self.inputs[name] = args
+            if gives_known_zeros(module):
+                self.sources.append(find_source(module, args, kwargs))
 
         return hook
 
@@ -296,15 +340,39 @@ class Tracer(TorchFunctionMode):
             if isinstance(module, Scatter):
                 axis = module.axis % output.dim()
                 self.add_call(name.rpartition(".")[0], axis, args[0], output, self.read_index(name, module))
+            elif gives_known_zeros(module):
+                self.label_zeros(self.sources.pop(), output)
             elif "scatter" not in module._modules and (find_layer_type(module) or is_norm(module)):
                 if isinstance(output, Tensor) and output.is_floating_point():
                     self.add_call(name, find_channel_axis(module, output), output, output, None)
             if self.real:
                 leaving = [self.registry.seen(x) for x in list_tensors(output)]
                 self.graph.leaving += [(name, labels) for labels in leaving if labels is not None]
+            alone = isinstance(output, Tensor)
+            outputs = tuple(id(x) for x in list_tensors(output))
+            self.events.append(
+                LeaveEvent(
+                    name,
+                    outputs,
+                    self.registry.seen(output) if alone else None,
+                    tuple(output.shape) if alone else None,
+                )
+            )
             self.paused = False
 
         return hook
+
+    def label_zeros(self, given: Tensor, output: Tensor) -> None:
+        """Zeros in the places of another tensor's channels."""
+        labels = self.registry.labels(given)
+        core = torch.ones([1] * output.dim()) if labels is None else labels.core
+        ids = self.graph.add_values(core.numel())
+        if labels is not None:
+            self.graph.tie(ids, core.numpy().reshape(-1))
+        self.graph.steps.append(Combination(ids, (np.full((len(ids), 1), ZERO),), (True,), True))
+        self.registry.put(output, Labels(torch.from_numpy(ids).view(core.shape), tuple(output.shape)))
+        self.registry.feed([given], [output])
+        self.note_event(CUT, [given], [output], [], moves=False)
 
     def read_index(self, name: str, scatter: Any) -> Ids:
         index = self.registry.values[f"{name}.index"] if scatter.index.is_meta else scatter.index
@@ -330,6 +398,7 @@ class Tracer(TorchFunctionMode):
         self.graph.steps.append(step)
         self.registry.put(output, label_axis(step.out, axis, output.shape))
         self.registry.feed([computed], [output])
+        self.note_event(CUT, [computed], [output], [], moves=False)
 
     def find_norm_input(self, name: str, width: int) -> Ids | None:
         """(n,) the input of a norm."""

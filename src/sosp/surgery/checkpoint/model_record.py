@@ -103,6 +103,7 @@ def _recipe(recipe: Recipe, indices: IndexWriter) -> dict[str, Any]:
         "scatters": {n: plain(placing) for n, placing in recipe.scatters.items()},
         "emptied": list(recipe.emptied),
         "passed": list(recipe.passed),
+        "bypassed": {n: {**vars(bypass), "steps": list(bypass.steps)} for n, bypass in recipe.bypassed.items()},
     }
 
 

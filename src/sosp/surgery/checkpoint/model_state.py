@@ -213,8 +213,9 @@ def _apply_recipe(twin: nn.Module, recipe: Recipe, start: Mapping[str, Shape]) -
 def _check_modules(twin: nn.Module, recipe: Recipe, widest: int) -> None:
     """Every module is there; only numbers that are sizes of it are set; nothing is made of an invented width."""
     modules = dict(twin.named_modules(remove_duplicate=False))
-    for name in (*recipe.sizes, *recipe.scatters, *recipe.emptied, *recipe.passed):
-        if name not in modules:
+    steps = [f"{name}.{step}" for name, bypass in recipe.bypassed.items() for step in bypass.steps]
+    for name in (*recipe.sizes, *recipe.scatters, *recipe.emptied, *recipe.passed, *recipe.bypassed, *steps):
+        if name not in modules or (name == "" and name in recipe.bypassed):
             raise CheckpointError(
                 f"the model has no layer {name!r}, which a recipe changes.{suggest_name(name, modules)}"
             )

@@ -25,7 +25,7 @@ from sosp.core.json_checks import (
 )
 from sosp.errors import CheckpointError
 from sosp.graph.mask import Mask
-from sosp.graph.recipe import Recipe, ScatterIndex, Shape
+from sosp.graph.recipe import Bypass, Recipe, ScatterIndex, Shape
 from sosp.graph.records import Layer
 from sosp.surgery.checkpoint.model_record import DTYPES, INDEX, LAYOUTS, Saved, StoredTensor
 
@@ -50,6 +50,15 @@ def check_stored_tensor(value: Any, at: str) -> StoredTensor:
     if LAYOUTS[found.layout][1] not in (None, len(found.shape)):
         refuse_value(found.layout, f"{at}.layout", f"a layout for {len(found.shape)} dimensions")
     return found
+
+
+def check_source(value: Any, at: str) -> int | str:
+    return value if isinstance(value, str) else check_integer(value, at)
+
+
+def check_bypass(value: Any, at: str) -> Bypass:
+    fields = expect_fields(source=check_source, steps=expect_list(check_string), zero=check_boolean)
+    return Bypass(**fields(value, at))
 
 
 class IndexReader:
@@ -97,10 +106,12 @@ class IndexReader:
         return ScatterIndex(**found)
 
     def recipe(self, value: Any, at: str) -> Recipe:
+        value = {"bypassed": {}, **value} if isinstance(value, dict) else value  # older files have none
         found = expect_fields(
             slices=expect_object(self.axes), grouped=expect_object(self.pair),
             sizes=expect_object(expect_object(check_integer)), scatters=expect_object(allow_null(self.placing)),
             emptied=expect_list(check_string), passed=expect_list(check_string),
+            bypassed=expect_object(check_bypass),
         )(value, at)  # fmt: skip
         return Recipe(**found)
 
