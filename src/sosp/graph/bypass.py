@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
 from torch import nn
 
 from sosp.core.batches import call_model
 from sosp.core.layers import BypassedModule, Scatter, ZeroLayer, scatter_output
-from sosp.graph.dataflow import ZERO_VALUE, CallFacts, Event, OpEvent, ValueFacts, ValueTracker
+from sosp.graph.dataflow import ZERO_VALUE, CallFacts, Event, LeaveEvent, OpEvent, ValueFacts, ValueTracker
 from sosp.graph.flow import Flow
 from sosp.graph.forward_code import clone_inputs, copy_to_meta, isolate_forward, list_tensors
 from sosp.graph.labels import Labels, resize_labels
@@ -46,21 +45,19 @@ def _bypass(flow: Flow, recipe: Recipe, bypassed: Mapping[str, Bypass]) -> Recip
 
 def _runs(flow: Flow, recipe: Recipe) -> bool:
     """Whether the code still finds what it asks for, and gives outputs of the same shapes."""
-    try:
-        return _list_shapes(flow, recipe) == _list_shapes(flow, replace(recipe, bypassed={}))
-    except Exception:  # whatever the code raises
-        return False
-
-
-def _list_shapes(flow: Flow, recipe: Recipe) -> list[torch.Size]:
     twin = copy.deepcopy(flow.network) if flow.real else copy_to_meta(flow.network)
     apply_recipe(twin, recipe)
-    shapes = []
     for mode in flow.modes:
         twin.train(mode == "train")
-        with isolate_forward():
-            shapes += [x.shape for x in list_tensors(call_model(twin, clone_inputs(flow.example, flow.real)))]
-    return shapes
+        try:
+            with isolate_forward():
+                outputs = list_tensors(call_model(twin, clone_inputs(flow.example, flow.real)))
+        except Exception:  # whatever the code raises
+            return False
+        last = flow.graph.events[mode][-1]
+        if not isinstance(last, LeaveEvent) or last.shapes != tuple(tuple(x.shape) for x in outputs):
+            return False
+    return True
 
 
 @dataclass(eq=False)
@@ -86,7 +83,7 @@ class ModeFacts:
         """Value -> the calls that give it, the outermost first."""
         found: dict[int, list[CallFacts]] = {}
         for call in self.facts.calls:
-            if len(call.out) == 1 and call.left is not None and call.left.shape is not None:
+            if call.left is not None and call.left.alone:
                 found.setdefault(call.out[0], []).append(call)
         return found
 
@@ -130,9 +127,9 @@ class BypassSearch:
 
     def explain_call(self, mode: ModeFacts, call: CallFacts) -> Bypass | None:
         left = call.left
-        if left is None or left.shape is None:
+        if left is None or not left.alone:
             return None
-        out, shape = call.out[0], self.shrink_shape(left.labels, left.shape)
+        out, shape = call.out[0], self.shrink_shape(left.labels, left.shapes[0])
         fitting = [k for k, (_, labels, old) in call.event.given.items() if self.shrink_shape(labels, old) == shape]
         if out in mode.spared:
             return Bypass(fitting[0]) if fitting and shape is not None else None

@@ -60,8 +60,9 @@ class LeaveEvent:
 
     module: str
     out: tuple[TensorId, ...]
-    labels: Labels | None
-    shape: tuple[int, ...] | None  # None where it returns something else than one tensor
+    shapes: tuple[tuple[int, ...], ...]
+    labels: Labels | None  # of the one tensor that it returns
+    alone: bool  # it returns one tensor, and nothing around it
 
 
 Event = OpEvent | EnterEvent | LeaveEvent

@@ -348,16 +348,9 @@ class Tracer(TorchFunctionMode):
             if self.real:
                 leaving = [self.registry.seen(x) for x in list_tensors(output)]
                 self.graph.leaving += [(name, labels) for labels in leaving if labels is not None]
-            alone = isinstance(output, Tensor)
-            outputs = tuple(id(x) for x in list_tensors(output))
-            self.events.append(
-                LeaveEvent(
-                    name,
-                    outputs,
-                    self.registry.seen(output) if alone else None,
-                    tuple(output.shape) if alone else None,
-                )
-            )
+            alone, outputs = isinstance(output, Tensor), list_tensors(output)
+            ids, shapes = tuple(id(x) for x in outputs), tuple(tuple(x.shape) for x in outputs)
+            self.events.append(LeaveEvent(name, ids, shapes, self.registry.seen(output) if alone else None, alone))
             self.paused = False
 
         return hook
