@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil, prod
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from sosp.core.batches import Chunk
 from sosp.core.losses import find_logits
 from sosp.errors import SospError, StructureError
-from sosp.graph.recipe import Recipe
+from sosp.graph.recipe import Recipe, list_bypassed_parts
 from sosp.refit.activations import FULL_RANGE, Activation
 from sosp.refit.channel_map import find_original_channels
 from sosp.refit.comparison_points import ChannelTracker, ComparisonPoint, track_channels
@@ -52,10 +53,20 @@ class NetworkPair:
         values = (*self.here.values.values(), *self.there.values.values())
         return max(1, max(value.tensor.numel() for value in values if not value.fixed) // self.chunk.size)
 
-    @property
-    def aligned(self) -> bool:
-        """Their sums are the same ones, one by one."""
-        return self.here.sum_modules == self.there.sum_modules
+    @cached_property
+    def sums(self) -> list[int]:
+        """The number in the original network of each sum of the small one; none where they are not the same sums."""
+        gone = set().union(*(list_bypassed_parts(self.model, recipe.bypassed) for recipe in self.recipes))
+        left = [number for number, module in enumerate(self.there.sum_modules) if module not in gone]
+        return left if [self.there.sum_modules[number] for number in left] == self.here.sum_modules else []
+
+    def find_sum(self, layer: str, number: int | None) -> int | None:
+        """The last sum of the original that the layer stands in before the small network's next sum."""
+        if number is None or number >= len(self.sums):
+            return None
+        end = [*self.sums, len(self.there.sums)][number + 1]
+        found = [k for k in range(self.sums[number], end) if layer in self.there.sums[k]]
+        return found[-1] if found else None
 
 
 def track_networks(small: nn.Module, model: nn.Module, recipes: tuple[Recipe, ...], chunk: Chunk) -> NetworkPair:
@@ -164,8 +175,9 @@ def _find_next_layer(
 def _find_points(pair: NetworkPair, name: str) -> tuple[ComparisonPoint, ComparisonPoint]:
     """Behind a sum where both networks have it, otherwise behind the layer's own norm."""
     here = pair.here.points[name]
-    if here.sum is not None and pair.aligned and name in pair.there.sums[here.sum]:
-        return here, replace(pair.there.bases[name], tracked=pair.there.sums[here.sum][name], sum=here.sum)
+    number = pair.find_sum(name, here.sum)
+    if number is not None:
+        return here, replace(pair.there.bases[name], tracked=pair.there.sums[number][name], sum=number)
     base = pair.here.bases[name]
     return replace(base, clip=FULL_RANGE if here.sum is not None else here.clip), pair.there.bases[name]
 
