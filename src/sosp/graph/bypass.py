@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,14 +9,13 @@ from functools import cached_property
 
 from torch import nn
 
-from sosp.core.batches import call_model
 from sosp.core.layers import BypassedModule, Scatter, ZeroLayer, scatter_output
-from sosp.graph.dataflow import ZERO_VALUE, CallFacts, Event, LeaveEvent, OpEvent, ValueFacts, ValueTracker
+from sosp.graph.dataflow import ZERO_VALUE, CallFacts, Event, OpEvent, ValueFacts, ValueTracker, find_gone_events
+from sosp.graph.dry_run import try_recipe
 from sosp.graph.flow import Flow
-from sosp.graph.forward_code import clone_inputs, copy_to_meta, isolate_forward, list_tensors
 from sosp.graph.labels import Labels, resize_labels
 from sosp.graph.layout import Layout
-from sosp.graph.recipe import Bypass, Recipe, apply_recipe, list_bypassed_parts
+from sosp.graph.recipe import Bypass, Recipe, list_bypassed_parts
 
 FREE = (nn.Sequential, nn.Identity, BypassedModule, ZeroLayer, Scatter)  # they run no op themselves
 
@@ -27,11 +25,11 @@ def add_bypasses(flow: Flow, layout: Layout, recipe: Recipe) -> Recipe:
     if not recipe.emptied and not recipe.passed:
         return recipe
     found = BypassSearch(flow, layout).find()
-    if found and not _runs(flow, _bypass(flow, recipe, found)):
+    if found and not _runs(flow, layout, _bypass(flow, recipe, found)):
         tried, found = found, {}
         for name, bypass in tried.items():
             more = {**found, name: bypass}
-            found = more if _runs(flow, _bypass(flow, recipe, more)) else found
+            found = more if _runs(flow, layout, _bypass(flow, recipe, more)) else found
     return _bypass(flow, recipe, found)
 
 
@@ -43,21 +41,16 @@ def _bypass(flow: Flow, recipe: Recipe, bypassed: Mapping[str, Bypass]) -> Recip
     )
 
 
-def _runs(flow: Flow, recipe: Recipe) -> bool:
-    """Whether the code still finds what it asks for, and gives outputs of the same shapes."""
-    twin = copy.deepcopy(flow.network) if flow.real else copy_to_meta(flow.network)
-    apply_recipe(twin, recipe)
-    for mode in flow.modes:
-        twin.train(mode == "train")
-        try:
-            with isolate_forward():
-                outputs = list_tensors(call_model(twin, clone_inputs(flow.example, flow.real)))
-        except Exception:  # whatever the code raises
-            return False
-        last = flow.graph.events[mode][-1]
-        if not isinstance(last, LeaveEvent) or last.shapes != tuple(tuple(x.shape) for x in outputs):
-            return False
-    return True
+def _runs(flow: Flow, layout: Layout, recipe: Recipe) -> bool:
+    """Whether the code finds what it asks for, and does what it did with the numbers that it had."""
+    runs = [run for _, run in try_recipe(flow, layout, recipe)]
+    if any(run.failed or run.asked or run.took_other_path for run in runs):
+        return False
+    found = {id(record) for run in runs for record in run.computed}
+    if found:  # by chance, or of widths
+        without = try_recipe(flow, layout, replace(recipe, bypassed={}))
+        found -= {id(record) for _, run in without for record in run.computed}
+    return not found
 
 
 @dataclass(eq=False)
@@ -173,7 +166,7 @@ class BypassSearch:
     def writes_input(self, mode: ModeFacts, step: CallFacts) -> bool:
         """It writes into what it is given, and cannot be told not to."""
         ((given, _, _),) = step.event.given.values()
-        writes = any(given in event.written for event in _ops(mode.events, step.start, step.end))
+        writes = any(given in op.written for _, op in _list_ops(mode.events, step.start, step.end))
         return writes and not hasattr(self.modules[step.module], "inplace")
 
     def is_free(self, name: str, bypass: Bypass) -> bool:
@@ -187,48 +180,37 @@ class BypassSearch:
                 return False
             if any(name not in call.outside for mode in self.modes for call in mode.calls[part]):
                 return False
-        return not self.is_used_elsewhere(parts) and not any(
-            event.written & {x for x, at in mode.facts.first.items() if at < call.start}
-            for mode in self.modes
-            for call in mode.calls[name]
-            for event in self.list_gone_ops(mode, call, bypass)
-        )
+        return not self.is_used_elsewhere(parts) and not self.writes_outside(name, bypass)
+
+    def writes_outside(self, name: str, bypass: Bypass) -> bool:
+        """An op that does not run any more writes into a tensor from before the module."""
+        for mode in self.modes:
+            gone = find_gone_events(mode.events, {name: bypass.steps})
+            for call in mode.calls[name]:
+                for at, op in _list_ops(mode.events, call.start, call.end):
+                    if gone[at] and any(mode.facts.first[x] < call.start for x in op.written):
+                        return True
+        return False
 
     def is_used_elsewhere(self, parts: set[str]) -> bool:
         """Other code takes their parameters."""
         used = self.flow.graph.used
         return any(key.rpartition(".")[0] in parts and modules - parts for key, modules in used.items())
 
-    def list_gone_ops(self, mode: ModeFacts, call: CallFacts, bypass: Bypass) -> Iterator[OpEvent]:
-        """The ops in a call that do not run any more."""
-        kept = [
-            c
-            for step in bypass.steps
-            for c in mode.calls[f"{call.module}.{step}"]
-            if call.start < c.start and c.end < call.end
-        ]
-        for at in range(call.start, call.end):
-            event = mode.events[at]
-            if isinstance(event, OpEvent) and not any(c.start < at < c.end for c in kept):
-                yield event
-
     def is_written(self, name: str, found: Mapping[str, Bypass]) -> bool:
         """An op that still runs writes into what the module gave, which now is an argument or has no memory."""
-        if found[name].steps:
-            return False
-        for mode in self.modes:
-            gone = [c for n in found for c in mode.calls[n]]
+        for mode in self.modes if not found[name].steps else []:
+            gone = find_gone_events(mode.events, {n: bypass.steps for n, bypass in found.items()})
             for call in mode.calls[name]:
-                for at in range(call.end, len(mode.events)):
-                    event = mode.events[at]
-                    if isinstance(event, OpEvent) and call.left is not None and event.written & {*call.left.out}:
-                        if not any(c.start < at < c.end for c in gone):
-                            return True
+                given = set(call.left.out) if call.left is not None else set()
+                after = _list_ops(mode.events, call.end, len(mode.events))
+                if any(not gone[at] and op.written & given for at, op in after):
+                    return True
         return False
 
 
-def _ops(events: list[Event], start: int, end: int) -> Iterator[OpEvent]:
-    return (event for event in events[start:end] if isinstance(event, OpEvent))
+def _list_ops(events: list[Event], start: int, end: int) -> Iterator[tuple[int, OpEvent]]:
+    return ((at, e) for at, e in enumerate(events[start:end], start) if isinstance(e, OpEvent))
 
 
 def _hooks(module: nn.Module) -> list[object]:

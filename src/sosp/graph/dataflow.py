@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ POOLS = frozenset(
 )
 KEEP_SIGN = SUMS | IDENTITY_OPS | DROPOUTS | POOLS | {"mul", "__mul__"}
 
+T = TypeVar("T")
 TensorId = int
 Form = tuple[tuple[int, ...], torch.dtype]
 Source = int | str  # an argument by its place or by its name
@@ -83,6 +84,32 @@ def list_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Sourc
     """The tensors among the arguments of a module."""
     given: dict[Source, Tensor] = {k: x for k, x in enumerate(args) if isinstance(x, Tensor)}
     return given | {k: x for k, x in kwargs.items() if isinstance(x, Tensor)}
+
+
+def find_gone_events(events: Sequence[Event], bypassed: Mapping[str, Sequence[str]]) -> np.ndarray:
+    """(events,) true for those in bypassed modules, but not in the last call of each of their steps."""
+    gone = np.zeros(len(events), dtype=bool)
+    started: list[int] = []
+    last: dict[str, tuple[int, int]] = {}
+    for at, event in enumerate(events):
+        if isinstance(event, EnterEvent):
+            started.append(at)
+        elif isinstance(event, LeaveEvent):
+            start = started.pop()
+            last[event.module] = start, at
+            if event.module in bypassed:
+                kept = [last[f"{event.module}.{step}"] for step in bypassed[event.module]]
+                before = [gone[a:b].copy() for a, b in kept]
+                gone[start : at + 1] = True
+                for (a, b), old in zip(kept, before, strict=True):
+                    gone[a:b] = old
+    return gone
+
+
+def list_running_records(records: Sequence[T], events: Sequence[Event], gone: np.ndarray) -> list[T]:
+    """Return the records of the ops that are not gone: one for each event of an op that gives tensors."""
+    made = [at for at, e in enumerate(events) if isinstance(e, OpEvent) and e.out and e.name != CUT]
+    return [record for record, at in zip(records, made, strict=True) if not gone[at]]
 
 
 # Equal tensors --------------------------------------------------------------------------------------------------------

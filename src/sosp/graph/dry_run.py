@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from sosp.core.batches import call_model
 from sosp.core.layers import Scatter, ZeroLayer, gives_known_zeros
 from sosp.graph.channels import FixedAxis, OpRecord, Pin
+from sosp.graph.dataflow import find_gone_events, list_running_records
 from sosp.graph.forward_code import build_path_pin, clone_inputs, copy_to_meta, find_exposed_values, isolate_forward
 from sosp.graph.labels import (
     OPAQUE,
@@ -96,9 +97,12 @@ def try_recipe(flow: Flow, layout: Layout, recipe: Recipe) -> Iterator[tuple[str
     twin = copy.deepcopy(flow.network) if flow.real else copy_to_meta(flow.network)
     apply_recipe(twin, recipe)
     gone = {*recipe.emptied, *recipe.passed}
+    bypassed = {name: bypass.steps for name, bypass in recipe.bypassed.items()}
     decides = bool(flow.graph.decisions)
     for mode in flow.modes_that_differ(layout.counts):
-        records = [r for r in flow.graph.records[mode] if r.module not in gone]
+        events = flow.graph.events[mode]
+        running = list_running_records(flow.graph.records[mode], events, find_gone_events(events, bypassed))
+        records = [r for r in running if r.module not in gone]
         twin.train(mode == "train")
         with isolate_forward():
             given = clone_inputs(flow.example, flow.real)
