@@ -231,11 +231,12 @@ class BypassedModule(nn.Module):
         self.get_submodule(path)._modules[key] = part
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        x = find_source(self, args, kwargs)
-        if self._bypass[2]:
+        source, steps, zero = self._bypass
+        x: Tensor = args[source] if isinstance(source, int) else kwargs[source]
+        if zero:
             return x.new_zeros(()).expand(x.shape)
-        for step in self._bypass[1]:
-            x = self.get_submodule(step)(x)
+        for step in steps:
+            x = self.get_submodule(step)(x) if "." in step else self._modules[step](x)  # type: ignore[misc]
         return x
 
     def extra_repr(self) -> str:

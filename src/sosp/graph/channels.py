@@ -93,6 +93,7 @@ class DenseWeight:
     into: list[Ids] = field(default_factory=list)  # (n_in,) per call
     positions: dict[str, float] = field(default_factory=dict)  # mode -> how often a filter is applied to one example
     kernel: int = 1  # elements of the weight per pair of channels
+    biased: bool = False  # a bias is added, also one that is computed
     narrow: bool = True  # the weight is a parameter of its own, not computed from others
 
 

@@ -32,7 +32,7 @@ class Layout:
     counts: np.ndarray  # (values,) how often each value occurs: 0 or 1, more in a widened network
     zero: np.ndarray  # (values,) which are identically zero
     needed: np.ndarray  # (values,) which stay because something needs them, not only so that no tensor is empty
-    emptied: frozenset[str]  # weights of layers that nothing needs any more
+    emptied: frozenset[str]  # weights of layers that nothing needs any more, or that give nothing but zeros
     filled: frozenset[str] = frozenset()  # modules that compute their removed channels, with weights of zero
 
     def zeroed(self, cut: ModuleCall) -> bool:
@@ -59,9 +59,10 @@ def solve_layout(
     work = LayoutSolver(graph, classes, fixed, zero, style)
     work.need(np.array([0, 1]))
     work.need(pinned)
+    work.emptied = frozenset(d.weight for d in graph.dense.values() if work.gives_zeros(d))
     work.apply_rules()
     needed = work.kept[classes]
-    work.emptied = frozenset(
+    work.emptied |= frozenset(
         d.weight for d in graph.dense.values() if d.narrow and d.module in graph.calls and not needed[d.out].any()
     )
     while work.fill() or work.fill_up():
@@ -126,6 +127,12 @@ class LayoutSolver:
                 self.need(d.into[0][:1])
         else:
             self.groups(d.out.reshape(d.groups, -1), d.into[0].reshape(d.groups, -1))
+
+    def gives_zeros(self, d: DenseWeight) -> bool:
+        """It has no bias, and every channel that it reads is zero."""
+        own = d.narrow and not d.biased and d.weight not in self.graph.slices
+        own = own and len(d.into) == len(self.graph.calls.get(d.module, ()))  # no other layer has the same weight
+        return own and len(d.into) > 0 and all(self.zero[into].all() for into in d.into)
 
     def groups(self, out: Ids, into: Ids) -> None:
         """Groups of a convolution have equal widths: fill up the shorter ones, also those that are only fed."""

@@ -98,7 +98,7 @@ def _layer(registry: TensorRegistry, use: DenseCall, into: Ids) -> DenseWeight |
         bias = registry.names.get(id(use.bias)) if use.bias is not None else None
         layer = graph.dense[name] = DenseWeight(
             name, registry.layer_of(use.weight) or "", bias, use.out_axis, 1 - use.out_axis,
-            use.groups, use.transposed, graph.add_values(use.width), kernel=use.kernel,
+            use.groups, use.transposed, graph.add_values(use.width), kernel=use.kernel, biased=use.bias is not None,
         )  # fmt: skip
     elif (layer.out_axis, layer.groups) != (use.out_axis, use.groups) or len(layer.out) != use.width:
         for ids in (layer.out, into, *layer.into):

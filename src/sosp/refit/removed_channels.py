@@ -24,7 +24,8 @@ class RemovalHistory:
         for name, channels in plan.mask.removed.items():
             self.gone[name][self.left[name][channels.cpu().numpy()]] = True
         flow, layout = plan.flow, plan.layout
-        emptied = {d.module for d in flow.graph.dense.values() if d.weight in layout.emptied}
+        unneeded = (d for d in flow.graph.dense.values() if not layout.needed[d.out].any())
+        emptied = {d.module for d in unneeded if d.weight in layout.emptied}
         for name, numbers in self.left.items():
             if name in emptied:
                 self.left[name] = numbers[:0]
