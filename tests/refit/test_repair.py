@@ -137,6 +137,33 @@ def test_a_layer_makes_up_for_what_it_is_added_to(scale: bool) -> None:
     assert changed["head"] < EXACT
 
 
+class LinearBlock(nn.Module):
+    """A branch that is linear, so that a layer before or behind it can make up for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(x)
+
+
+@pytest.mark.parametrize("emptied", [["0"], ["1"], ["0", "1"]])
+def test_a_layer_makes_up_for_blocks_that_disappear(emptied: list[str]) -> None:
+    """It is compared behind the sum of a block of which nothing is left, and later sums keep their place."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        blocks = nn.Sequential(LinearBlock(), LinearBlock(), nn.ReLU(), LinearBlock())
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), blocks, nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double().eval()
+    x = inputs(torch.zeros(1, 3, 4, 4, dtype=torch.float64))
+    small: Any = sosp.shrink(
+        model, sosp.Mask.from_removed(model, {f"1.{n}.conv": range(4) for n in emptied}, x[:4]), x[:4]
+    )
+    assert all(not list(small[1].get_submodule(n).parameters()) for n in emptied)
+    assert off(small, model, x) > 1e-2
+    assert off(sosp.repair(small, model, x).model, model, x) < EXACT
+
+
 def test_wrong_targets_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, mask, x = redundant("conv-bn")
     small = sosp.shrink(model, mask, x[:4])

@@ -196,6 +196,20 @@ def test_no_op_of_a_removed_block_runs() -> None:
     assert not list(small.layer1[1].parameters())
 
 
+def test_a_layer_without_bias_that_reads_nothing_but_zeros_has_no_weights() -> None:
+    """Its norm still gives a shift, and learns."""
+    model, x = make(lambda: Around(Block()))
+    model.block.conv2.bias = None  # type: ignore[union-attr]
+    plan = plan_without(model, ["block.conv1"], x)
+    small = sosp.shrink(model, plan, x)
+    assert {n for n, _ in small.named_parameters()} == {
+        *("stem.weight", "stem.bias", "block.bn2.weight", "block.bn2.bias", "block.gate.weight", "block.gate.bias"),
+        *("block.scale", "head.weight", "head.bias"),
+    }
+    check_both_modes(small, sosp.masked(model, plan.mask), x)
+    assert plan.cost.macs == sosp.count(small, x).macs
+
+
 def hook(model: Any) -> None:
     model.block.conv1.register_forward_hook(lambda m, a, y: None)
 

@@ -20,6 +20,7 @@ from checkpoints import (
     leftovers,
     network,
     other_weights,
+    reseal,
     shrunk,
     some,
     state,
@@ -395,6 +396,16 @@ def test_every_field_of_the_records_is_in_the_file(tmp_path: Path) -> None:
     assert list(document) == [f.name for f in fields(Saved)]
     placings = [p for p in document["recipes"][0]["scatters"].values() if p]
     assert list(placings[0]) == [f.name for f in fields(ScatterIndex)]
+
+
+def test_a_file_from_before_modules_were_bypassed(tmp_path: Path) -> None:
+    model, x = network("residual")
+    small = shrunk(model, x)
+    save(tmp_path / "x", small)
+    document = json.loads(document_of(tmp_path / "x"))
+    assert document["recipes"][0].pop("bypassed") == {}
+    reseal(tmp_path / "x", document)
+    assert state(load(tmp_path / "x", model)) == state(small)
 
 
 def test_any_reader_of_safetensors_finds_the_weights(tmp_path: Path) -> None:

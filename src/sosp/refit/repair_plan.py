@@ -54,19 +54,19 @@ class NetworkPair:
         return max(1, max(value.tensor.numel() for value in values if not value.fixed) // self.chunk.size)
 
     @cached_property
-    def sums(self) -> list[int]:
-        """The number in the original network of each sum of the small one; none where they are not the same sums."""
+    def sums(self) -> list[int] | None:
+        """The number in the original network of each sum of the small one; None where they are not the same sums."""
         gone = set().union(*(list_bypassed_parts(self.model, recipe.bypassed) for recipe in self.recipes))
         left = [number for number, module in enumerate(self.there.sum_modules) if module not in gone]
-        return left if [self.there.sum_modules[number] for number in left] == self.here.sum_modules else []
+        return left if [self.there.sum_modules[number] for number in left] == self.here.sum_modules else None
 
-    def find_sum(self, layer: str, number: int | None) -> int | None:
-        """The last sum of the original that the layer stands in before the small network's next sum."""
-        if number is None or number >= len(self.sums):
+    def find_sum(self, point: ComparisonPoint) -> int | None:
+        """The last sum of the original that the layer stands in before the next one that the small network has."""
+        if self.sums is None:
             return None
-        end = [*self.sums, len(self.there.sums)][number + 1]
-        found = [k for k in range(self.sums[number], end) if layer in self.there.sums[k]]
-        return found[-1] if found else None
+        start = self.there.bases[point.layer].start if point.sum is None else self.sums[point.sum]
+        end = [*self.sums, len(self.there.sums)][point.start if point.sum is None else point.sum + 1]
+        return next((k for k in reversed(range(start, end)) if point.layer in self.there.sums[k]), None)
 
 
 def track_networks(small: nn.Module, model: nn.Module, recipes: tuple[Recipe, ...], chunk: Chunk) -> NetworkPair:
@@ -175,7 +175,7 @@ def _find_next_layer(
 def _find_points(pair: NetworkPair, name: str) -> tuple[ComparisonPoint, ComparisonPoint]:
     """Behind a sum where both networks have it, otherwise behind the layer's own norm."""
     here = pair.here.points[name]
-    number = pair.find_sum(name, here.sum)
+    number = pair.find_sum(here)
     if number is not None:
         return here, replace(pair.there.bases[name], tracked=pair.there.sums[number][name], sum=number)
     base = pair.here.bases[name]
