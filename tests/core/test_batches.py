@@ -23,10 +23,10 @@ from sosp.core.batches import (
     distribute_examples,
     find_batch_size,
     iterate_chunks,
-    open_data_once,
     resize_chunks,
     take_examples,
 )
+from sosp.core.opened_data import open_data_once
 from sosp.errors import DataError
 
 METHODS = ("sosp-h", "sosp-i", "sosp-i-diagonal", "first-order", "exact")  # those that differentiate the loss

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import sosp
-from sosp.core.batches import iterate_chunks, open_data_once
+from sosp.core.batches import iterate_chunks
+from sosp.core.opened_data import open_data_once
 
 ONE_EPOCH = replace(sosp.SCHEDULES["digits"], epochs=1, milestones=())
 

@@ -23,9 +23,10 @@ from torch.nn.utils import skip_init
 
 from sosp.baselines.eigenbasis_costs import RemovedDirections, RotatedLayer, choose_directions, rotate_weight
 from sosp.core import distributed
-from sosp.core.batches import Chunk, count_expected_examples, distribute_examples, iterate_chunks, open_data
+from sosp.core.batches import Chunk, distribute_examples, iterate_chunks, open_data
 from sosp.core.borrowed_model import borrow_model
 from sosp.core.loss_names import LossLike, resolve_loss
+from sosp.core.opened_data import count_expected_examples
 from sosp.errors import CheckpointError, DataError, StructureError, SurgeryError, check_choice
 from sosp.graph.plan import Cost, compute_whole_cost, count
 from sosp.graph.recipe import replace_module

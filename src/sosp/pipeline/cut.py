@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from sosp.core.batches import Chunk, has_two_parts, open_data_once
+from sosp.core.batches import Chunk
+from sosp.core.opened_data import has_two_parts, open_data_once
 from sosp.core.borrowed_model import check_network, find_device
 from sosp.core.loss_names import LossLike, name_loss
 from sosp.errors import ArgumentError, BudgetError, StructureError, check_choice, check_whole_number

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core import distributed
-from sosp.core.batches import Chunk, count_expected_examples, distribute_examples, iterate_chunks, open_data
+from sosp.core.batches import Chunk, distribute_examples, iterate_chunks, open_data
 from sosp.core.borrowed_model import borrow_model
 from sosp.core.layers import find_width
 from sosp.core.loss_names import LossLike, name_loss, resolve_loss
 from sosp.core.losses import IGNORE_INDEX, find_logits, predict_targets
+from sosp.core.opened_data import count_expected_examples
 from sosp.errors import ArgumentError, DataError, LossError, StructureError, check_choice, is_number
 from sosp.graph.records import OBJECTIVES, Saliency, Structures
 from sosp.graph.structures import find_structures
