@@ -17,7 +17,8 @@ from oracles import gauss_newton
 from oracles import losses as oracle
 from oracles.theta import thetas
 from sosp.core.batches import Chunk
-from sosp.core.losses import compute_example_losses, find_logits
+from sosp.core.losses import compute_example_losses
+from sosp.core.outputs import find_logits
 from sosp.errors import ArgumentError, DataError, LossError, OutputError
 from sosp.scoring.output_curvature import factor_curvature
 
@@ -399,13 +400,18 @@ Named = namedtuple("Named", ["features", "logits"])
         Named(torch.zeros(2), torch.ones(2)),
         (torch.ones(2), torch.zeros(2)),
         [torch.ones(2)],
+        {"ids": torch.zeros(2, dtype=torch.long), "x": torch.ones(2)},
+        {"hidden_states": (torch.zeros(2),), "answer": {"x": torch.ones(2)}},
+        SimpleNamespace(x=torch.ones(2)),
     ],
 )
 def test_logits_are_found(outputs: Any) -> None:
     assert torch.equal(find_logits(outputs), torch.ones(2))
 
 
-@pytest.mark.parametrize("outputs", [None, {}, {"x": torch.ones(2)}, (), "abc", SimpleNamespace(x=1), ({},)])
+@pytest.mark.parametrize(
+    "outputs", [None, {}, {"x": torch.ones(2, dtype=torch.long)}, (), "abc", SimpleNamespace(x=1), ({},)]
+)
 def test_logits_that_cannot_be_found_are_refused(outputs: Any) -> None:
     with pytest.raises(OutputError, match=r"returns a .*logits.*Wrap the model"):
         find_logits(outputs)

@@ -257,16 +257,21 @@ def test_sosp_i_where_the_first_dimension_is_not_the_example() -> None:
     assert off(i.pairs, gauss_newton.pairs(model, thetas, x, y, "cross_entropy")) < EXACT
 
 
-def test_sampled_classes_approach_all_classes() -> None:
+@pytest.mark.parametrize("targets", ["labels", "own"])
+def test_sampled_outputs_approach_all_outputs(targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sosp.scoring.passes.CPU_CHUNK", 1)  # four examples at a time: each must have its own signs
     c = case("mlp")
     data = (c.inputs, c.targets)
-    everything = sosp.score(c.model, data, method="sosp-i")
-    sampled = sosp.score(c.model, data, method="sosp-i", classes=4000, generator=torch.Generator().manual_seed(1))
-    few = sosp.score(c.model, data, method="sosp-i", classes=4, generator=torch.Generator().manual_seed(1))
-    assert everything.pairs is not None
-    # The error of an average over k draws falls like 1/sqrt(k): about 1.5 % of the norm at 4000.
-    assert off(sampled.pairs, everything.pairs) < 0.05
-    assert off(few.pairs, everything.pairs) > off(sampled.pairs, everything.pairs)
+    everything = sosp.score(c.model, data, method="sosp-i", targets=targets).pairs
+    many = (c.inputs.repeat(200, 1), c.targets.repeat(200))
+    sampled = sosp.score(c.model, many, method="sosp-i", classes=1, examples=None, targets=targets).pairs
+    few = sosp.score(c.model, data, method="sosp-i", classes=1, targets=targets).pairs
+    assert everything is not None
+    # The error of an average over 200 draws falls like 1 / sqrt(200): about 5 % of the norm.
+    assert off(sampled, everything) < 0.15
+    assert off(few, everything) > off(sampled, everything)
+    as_many = sosp.score(c.model, data, method="sosp-i", classes=4, targets=targets).pairs  # outputs
+    assert off(as_many, everything) < 1e-12
 
 
 def test_many_positions_per_example_are_averaged() -> None:

@@ -28,7 +28,7 @@ from sosp.core import distributed
 from sosp.core.batches import call_model
 from sosp.core.borrowed_model import borrow_model
 from sosp.core.layers import align_values, install_gates
-from sosp.core.losses import find_logits
+from sosp.core.outputs import find_logits
 from sosp.errors import check_whole_number
 from sosp.graph.mask import Mask
 from sosp.graph.records import Saliency, Structures

@@ -13,6 +13,8 @@ from sosp.errors import ArgumentError, check_choice
 
 LossLike = str | Callable[[Any, Any], Tensor]
 LOSS_NAMES = ("cross_entropy", "bce", "mse")
+LOSS_TITLES = {"cross_entropy": "cross-entropy", "bce": "binary cross-entropy", "mse": "squared error"}
+AUTO = "auto"  # the loss that fits what the network returns and the targets
 FUNCTIONS: dict[Any, str] = {
     F.cross_entropy: "cross_entropy",
     F.binary_cross_entropy_with_logits: "bce",

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from sosp.core.batches import Chunk
 from sosp.core.loss_names import LossLike, name_loss
+from sosp.core.outputs import find_class_axis, find_logits
 from sosp.core.own_losses import call_own_loss, sum_positions
-from sosp.errors import DataError, LossError, OutputError
+from sosp.errors import DataError, LossError
 
 IGNORE_INDEX = -100  # torch's own ignore_index
 CROSS_ENTROPY, BCE = nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss()  # what the names mean
@@ -23,13 +24,13 @@ def compute_example_losses(loss: LossLike, outputs: Any, chunk: Chunk) -> Tensor
     """One loss per example, (N,); a dict batch takes the model's own loss (a mean), once for each example."""
     own = find_own_loss(loss, outputs, chunk)
     if own is not None:
-        return _finite(own.expand(chunk.size), chunk)
+        return refuse_infinite(own.expand(chunk.size), chunk)
     if chunk.keyed and chunk.targets is None and not callable(loss):
         raise DataError(
             f"{chunk.source} is a dict without 'labels' and the model returned no loss. "
             "Add 'labels' to the batches or give (inputs, targets) pairs."
         )
-    return _finite(call_loss(loss, outputs, chunk), chunk)
+    return refuse_infinite(call_loss(loss, outputs, chunk), chunk)
 
 
 def call_loss(loss: LossLike, outputs: Any, chunk: Chunk) -> Tensor:
@@ -66,7 +67,8 @@ def read_returned_loss(outputs: Any) -> Tensor | None:
     return own.mean() if isinstance(own, Tensor) else None
 
 
-def _finite(values: Tensor, chunk: Chunk) -> Tensor:
+def refuse_infinite(values: Tensor, chunk: Chunk) -> Tensor:
+    """Return the losses; raise LossError if one is infinite or NaN."""
     bad = ~torch.isfinite(values.detach())
     if bool(bad.any()):
         row = int(torch.as_tensor(bad).nonzero()[0, 0])
@@ -79,47 +81,7 @@ def _finite(values: Tensor, chunk: Chunk) -> Tensor:
 
 def check_finite(logits: Tensor, chunk: Chunk) -> None:
     """Raise LossError if an output is infinite or NaN."""
-    _finite(logits.detach().flatten(1).sum(1) if logits.dim() > 1 else logits.detach(), chunk)
-
-
-def find_class_axis(logits: Tensor) -> int:
-    """Where the classes stand when no label tells: second, as in images, or last, as in rows of tokens."""
-    return 1 if logits.dim() in (2, 4, 5) else logits.dim() - 1
-
-
-def are_numbers(loss: LossLike, outputs: Tensor) -> bool:
-    """Return whether outputs are numbers by themselves, and not the logits of classes."""
-    alone = outputs.dim() < 2 or outputs.shape[find_class_axis(outputs)] == 1
-    return loss == "mse" or (loss != "bce" and alone)
-
-
-def find_logits(outputs: Any) -> Tensor:
-    """The tensor of network outputs: the output itself, or where the usual containers keep it."""
-    if isinstance(outputs, Tensor):
-        return _real(outputs)
-    for key in ("logits", "out"):
-        found = outputs.get(key) if isinstance(outputs, Mapping) else getattr(outputs, key, None)
-        if isinstance(found, Tensor):
-            return _real(found)
-    if isinstance(outputs, (tuple, list)) and outputs and isinstance(outputs[0], Tensor):
-        return _real(outputs[0])
-    names = f" with {', '.join(map(repr, outputs))}" if isinstance(outputs, Mapping) and outputs else ""
-    raise OutputError(
-        f"the model returns a {type(outputs).__name__}{names} and no logits were found in it (looked for a tensor, "
-        ".logits, ['logits'], ['out'], the first of a tuple). Repair, methods of pairs ('sosp-i', 'sosp-obs') and "
-        "losses given by name need logits. Wrap the model to return its logits: as a tensor, or under the name "
-        "'logits'. Without repair, 'sosp-h' and 'first-order' do not need logits: give loss=a function of (outputs, "
-        "targets) that returns one loss per example."
-    )
-
-
-def _real(logits: Tensor) -> Tensor:
-    if not logits.is_floating_point():
-        raise OutputError(
-            f"the model's output is of type {logits.dtype}; a loss cannot be differentiated through it. "
-            "Return the logits instead of the predicted classes."
-        )
-    return logits
+    refuse_infinite(logits.detach().flatten(1).sum(1) if logits.dim() > 1 else logits.detach(), chunk)
 
 
 def cross_entropy(logits: Tensor, chunk: Chunk, options: nn.CrossEntropyLoss = CROSS_ENTROPY) -> Tensor:

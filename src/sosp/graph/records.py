@@ -112,6 +112,8 @@ class Saliency:
     objective: str = "individual"
     examples: int = 0
     scope: str = "global"  # how the method's paper ranks: all structures together, or every layer by itself
+    targets: str = ""  # what the outputs were compared with, such as "own logits (cross-entropy, T = 2)"
+    loss: str = ""  # the name of the loss, of the first output; "" for a loss of the user's own and for none
 
     def __post_init__(self) -> None:
         check_choice("objective", self.objective, OBJECTIVES)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from sosp.core.batches import call_model, copy_inputs, find_batch_size, take_examples
 from sosp.core.borrowed_model import borrow_model
 from sosp.core.layers import is_norm
-from sosp.core.losses import find_logits
+from sosp.core.outputs import find_logits
 from sosp.errors import DataError, DifferentiationError, OutputError, SospError, StructureError
 from sosp.graph.forward_code import refuse_failing_model
 from sosp.graph.records import INPUT, OUTPUT

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sosp.core.losses import find_class_axis, find_logits
+from sosp.core.outputs import find_class_axis, find_logits
 from sosp.refit.inputs import InputPart
 from sosp.refit.layer_errors import ErrorMeasure
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sosp.core.batches import Chunk
-from sosp.core.losses import find_logits
+from sosp.core.outputs import find_logits
 from sosp.errors import SospError, StructureError
 from sosp.graph.recipe import Recipe, list_bypassed_parts
 from sosp.refit.activations import FULL_RANGE, Activation

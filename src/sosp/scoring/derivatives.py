@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.func import functional_call
 
 from sosp.core.batches import Chunk
-from sosp.core.losses import compute_example_losses
 from sosp.core.progress import track_progress
 from sosp.errors import DifferentiationError
 from sosp.scoring import jets
@@ -29,6 +28,7 @@ from sosp.scoring.passes import (
     install_jet_gates,
     install_plain_gates,
     make_reference_tensor,
+    measure_losses,
     open_gates,
     repeat_single_example,
     try_in_order,
@@ -193,7 +193,7 @@ def _loss_at(problem: Problem, chunk: Chunk) -> Callable[[dict[str, Tensor]], Te
 
     def loss(weights: dict[str, Tensor]) -> Tensor:
         outputs = chunk.run(lambda *args, **named: functional_call(problem.model, weights, args, named))
-        losses = compute_example_losses(problem.loss, outputs, chunk)
+        losses = measure_losses(problem, outputs, chunk)
         check_requires_grad(losses)
         return losses.sum()
 

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from sosp.core import distributed
 from sosp.core.batches import Chunk
+from sosp.core.borrowed_model import find_device
 from sosp.core.layers import apply_gates
-from sosp.core.losses import check_finite, compute_example_losses, find_logits
+from sosp.core.losses import check_finite
+from sosp.core.outputs import find_logits
 from sosp.scoring.jets import get_primal
 from sosp.scoring.output_curvature import factor_curvature
 from sosp.scoring.passes import (
@@ -25,11 +27,13 @@ from sosp.scoring.passes import (
     Sums,
     Terms,
     average_examples,
+    check_requires_grad,
     compute_derivatives,
     convert_to_double,
     install_jet_gates,
     install_plain_gates,
     make_reference_tensor,
+    measure_losses,
     open_gates,
     repeat_single_example,
     try_in_order,
@@ -49,6 +53,8 @@ def gauss_newton(
 ) -> Terms:
     """First-order term and Gauss-Newton pairs; only their diagonal, as ``second``, with ``diagonal``."""
     gram = Gram(len(problem.structures), diagonal)
+    if generator is None:  # one for all chunks: the same signs again would not average out
+        generator = torch.Generator(find_device(problem.model)).manual_seed(distributed.get_rank())
     rows_of = try_in_order(
         {
             "jets": _make_row_pass(install_jet_gates, classes, generator),
@@ -138,25 +144,43 @@ def _make_row_pass(
         with ExitStack() as stack:
             stack.enter_context(way(problem, gates))  # open until the last backward pass: it may run forward again
             outputs = alone.run(problem.model)
-            if problem.temperature is None:
-                loss = get_primal(compute_example_losses(problem.loss, outputs, alone))
+            if problem.own is None:
+                loss = get_primal(measure_losses(problem, outputs, alone))
                 (first,) = compute_derivatives(loss.sum(), [gates.values], retain_graph=True)
             else:  # a network that is its own target has no slope
-                check_finite(get_primal(find_logits(outputs)), alone)
                 first = torch.zeros_like(gates.values)
             rows = backward(problem, outputs, alone, gates, stack.pop_all())
         return convert_to_double(first.sum(0) if apart else first * share), (r * share for r in rows)
 
     def backward(problem: Problem, outputs: Any, chunk: Chunk, gates: Gates, stack: ExitStack) -> Iterator[Tensor]:
         with stack:
-            logits = get_primal(find_logits(outputs))
-            for v in factor_curvature(problem.loss, outputs, chunk, classes, generator, problem.temperature):
-                (rows,) = compute_derivatives(
-                    logits, [gates.values], grad_outputs=v.to(logits.dtype), retain_graph=True
-                )
+            for tensors, cotangents in list_cotangents(problem, outputs, chunk, classes, generator):
+                (rows,) = compute_derivatives(tensors, [gates.values], grad_outputs=cotangents, retain_graph=True)
                 yield rows.view(-1, len(problem.structures))
 
     return rows_of
+
+
+def list_cotangents(
+    problem: Problem, outputs: Any, chunk: Chunk, classes: int | None, generator: torch.Generator | None
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield the tensors where a backward pass starts, and a cotangent of each; a random one starts in all at once."""
+    if problem.own is None:
+        logits = get_primal(find_logits(outputs))
+        for v in factor_curvature(problem.loss, outputs, chunk, classes, generator):
+            yield [logits], [v.to(logits.dtype)]
+        return
+    roots = problem.own.take_roots(outputs, chunk)
+    for x, _ in roots:
+        check_finite(x, chunk)
+    moving = [(x, root) for x, root in roots if x.requires_grad]
+    check_requires_grad(moving[0][0] if moving else roots[0][0])
+    if classes is None or classes >= sum(root.width for _, root in moving):
+        yield from (([x], [v.to(x.dtype)]) for x, root in moving for v in root.columns())
+        return
+    assert generator is not None
+    for each in zip(*(root.sample(classes, generator) for _, root in moving), strict=True):
+        yield [x for x, _ in moving], [v.to(x.dtype) for v, (x, _) in zip(each, moving, strict=True)]
 
 
 def has_examples_first(problem: Problem, chunk: Chunk) -> bool:

@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 from sosp.core import distributed
 from sosp.core.batches import Chunk
 from sosp.core.layers import apply_gates, find_channel_axis
-from sosp.core.losses import compute_example_losses, find_logits
+from sosp.core.losses import compute_example_losses
+from sosp.core.outputs import find_logits
 from sosp.errors import DifferentiationError, StructureError, check_choice
 from sosp.scoring.output_curvature import factor_curvature
 from sosp.scoring.passes import (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,70 +15,36 @@ from torch.utils._pytree import tree_map
 
 from sosp.core.batches import Chunk
 from sosp.core.loss_names import LossLike
-from sosp.core.losses import IGNORE_INDEX, are_numbers, call_loss, find_logits, find_own_loss, move_class_axis
+from sosp.core.losses import IGNORE_INDEX, call_loss, find_own_loss, move_class_axis
+from sosp.core.outputs import find_logits
 from sosp.errors import ArgumentError, LossError, is_whole
+from sosp.scoring.output_roots import root_of_numbers, root_of_sigmoid, root_of_softmax
 
 LARGEST_R = 2048  # outputs for which a dense output Hessian (outputs x outputs per example) is formed
 
 
 def factor_curvature(
-    loss: LossLike,
-    outputs: Any,
-    chunk: Chunk,
-    classes: int | None,
-    generator: torch.Generator | None,
-    temperature: float | None = None,
+    loss: LossLike, outputs: Any, chunk: Chunk, classes: int | None, generator: torch.Generator | None
 ) -> Iterator[Tensor]:
     """Cotangents of the logits, each one backward pass, whose outer products sum to R_n for every example n.
 
-    With a ``temperature`` T the targets are the network's own outputs: ``R = (diag p - p p^T) / T^2`` at
-    ``p = softmax(f / T)``.
+    With ``classes``, as many cotangents, whose outer products sum to R_n on average.
     """
     if classes is not None:
         _check_classes(loss, classes)
-    logits = find_logits(outputs).detach()
-    if temperature is not None:
-        yield from _factor_own_outputs(loss, logits, chunk, classes, generator, temperature)
-        return
     own = find_own_loss(loss, outputs, chunk)
     if callable(loss):
         yield from _dense_factors(loss, outputs, chunk)
-    elif loss == "mse" and own is None:
-        yield from _identity_factors(logits, classes, generator)
-    elif loss == "bce" and own is None:
-        yield from _sigmoid_factors(logits, classes, generator)
+        return
+    logits = find_logits(outputs).detach()
+    if loss != "cross_entropy" and own is None:
+        flat, weight = logits.reshape(len(logits), 1, -1), logits.new_ones(len(logits), 1)
+        back = partial(torch.reshape, shape=logits.shape)
+        root = root_of_numbers(flat, weight, back) if loss == "mse" else root_of_sigmoid(flat.sigmoid(), weight, back)
     else:
         labels = chunk.targets if own is None else _own_labels(own.detach(), logits, chunk.targets)
-        softmax = _probabilities(logits, labels, together=own is not None)
-        yield from _softmax_factors(*softmax) if classes is None else _sampled_labels(*softmax, classes, generator)
-
-
-def _factor_own_outputs(
-    loss: LossLike,
-    logits: Tensor,
-    chunk: Chunk,
-    classes: int | None,
-    generator: torch.Generator | None,
-    temperature: float,
-) -> Iterator[Tensor]:
-    """The cotangents where the network is its own target."""
-    if are_numbers(loss, logits):
-        yield from _identity_factors(logits, classes, generator)
-        return
-    if loss == "bce":
-        yield from (v / temperature for v in _sigmoid_factors(logits / temperature, classes, generator))
-        return
-    softmax = _probabilities(logits / temperature, _find_padding(chunk, logits), together=False)
-    found = _softmax_factors(*softmax) if classes is None else _sampled_labels(*softmax, classes, generator)
-    yield from (v / temperature for v in found)
-
-
-def _find_padding(chunk: Chunk, logits: Tensor) -> Tensor | None:
-    """Return labels that ignore the positions which the attention mask of a dict batch leaves out; None without one."""
-    mask = chunk.inputs.get("attention_mask") if isinstance(chunk.inputs, Mapping) else None
-    if not isinstance(mask, Tensor) or mask.shape != logits.shape[:-1]:
-        return None
-    return torch.where(mask.bool(), 0, IGNORE_INDEX)
+        root = root_of_softmax(*_probabilities(logits, labels, together=own is not None))
+    yield from root.columns() if classes is None or classes >= root.width else root.sample(classes, generator)
 
 
 def _own_labels(own: Tensor, logits: Tensor, labels: Any) -> Tensor:
@@ -104,10 +71,10 @@ def _own_labels(own: Tensor, logits: Tensor, labels: Any) -> Tensor:
 def _check_classes(loss: LossLike, classes: int) -> None:
     if callable(loss):
         raise ArgumentError(
-            "classes= samples labels of a loss known by name; with your own loss, or one with options, leave it out."
+            "classes= is for a loss known by name; with your own loss, or one with options, leave it out."
         )
     if not is_whole(classes) or classes < 1:
-        raise ArgumentError(f"classes={classes!r} must be a positive whole number of labels sampled per example.")
+        raise ArgumentError(f"classes={classes!r} must be a positive whole number of random cotangents per example.")
 
 
 def _probabilities(logits: Tensor, targets: Any, together: bool) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
@@ -133,66 +100,6 @@ def _probabilities(logits: Tensor, targets: Any, together: bool) -> tuple[Tensor
         return v if last or v.dim() == 2 else v.movedim(-1, 1)
 
     return p, weight, back
-
-
-def _softmax_factors(p: Tensor, weight: Tensor, back: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    """``diag(p) - p p^T = B B^T`` with D - 1 columns ``sqrt(p_j) ((e_j - p) - c (e_D - p))``.
-
-    A = diag(sqrt p) - p sqrt(p)^T has A A^T = R and A sqrt(p) = 0: the reflection that turns sqrt(p) into the last
-    axis empties the last column, which saves one of D backward passes. c = sqrt(p_D) / (1 + sqrt(p_D)).
-    """
-    D = p.shape[-1]
-    root = p.sqrt()
-    c = root[..., -1:] / (1 + root[..., -1:])
-    for position in range(p.shape[1]):
-        here = weight.new_zeros(weight.shape)
-        here[:, position] = weight[:, position].sqrt()
-        for j in range(D - 1):
-            v = (c - 1) * p
-            v[..., j] += 1
-            v[..., -1] -= c[..., 0]
-            yield back(v * (root[..., j] * here).unsqueeze(-1))
-
-
-def _sampled_labels(
-    p: Tensor, weight: Tensor, back: Callable[[Tensor], Tensor], k: int, generator: torch.Generator | None
-) -> Iterator[Tensor]:
-    """Unbiased: with y ~ p, ``E[(p - e_y)(p - e_y)^T] = R``; k draws, each one backward pass."""
-    generator = generator or torch.Generator(p.device).manual_seed(0)
-    flat = p.flatten(0, 1).to(generator.device)
-    drawn = torch.multinomial(flat, k, replacement=True, generator=generator).to(p.device)
-    scale = (weight / k).sqrt().unsqueeze(-1)
-    for i in range(k):
-        label = F.one_hot(drawn[:, i].view(p.shape[:2]), p.shape[-1]).to(p.dtype)
-        yield back((p - label) * scale)
-
-
-def _identity_factors(logits: Tensor, classes: int | None, generator: torch.Generator | None) -> Iterator[Tensor]:
-    """R = I: one unit vector per output, or random signs (``E[s s^T] = I``) when only some are asked for."""
-    shape, D = logits.shape, logits[0].numel()
-    if classes is None:
-        for j in range(D):
-            yield (
-                F.one_hot(torch.tensor(j, device=logits.device), D).to(logits.dtype).expand(shape[0], D).reshape(shape)
-            )
-        return
-    generator = generator or torch.Generator(logits.device).manual_seed(0)
-    for _ in range(classes):
-        signs = torch.randint(0, 2, shape, generator=generator, device=generator.device).to(logits) * 2 - 1
-        yield signs / math.sqrt(classes)
-
-
-def _sigmoid_factors(logits: Tensor, classes: int | None, generator: torch.Generator | None) -> Iterator[Tensor]:
-    """``diag(p (1 - p)) / D`` with ``p = sigmoid(f)``: a vector per output, or drawn answers y ~ p, ``(p - y)``."""
-    p, D = logits.sigmoid(), logits[0].numel()
-    if classes is None:
-        root = (p * (1 - p) / D).sqrt()
-        yield from (unit * root for unit in _identity_factors(logits, None, None))
-        return
-    generator = generator or torch.Generator(logits.device).manual_seed(0)
-    for _ in range(classes):
-        drawn = torch.bernoulli(p.to(generator.device), generator=generator).to(p)
-        yield (p - drawn) / math.sqrt(classes * D)
 
 
 def _dense_factors(loss: Callable[[Any, Any], Tensor], outputs: Any, chunk: Chunk) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,11 +23,13 @@ from sosp.core.batches import Chunk, check_device, resize_chunks
 from sosp.core.borrowed_model import find_device
 from sosp.core.layers import align_values, apply_gates
 from sosp.core.loss_names import LossLike
-from sosp.core.losses import are_numbers, compute_example_losses, find_class_axis, find_logits
+from sosp.core.losses import compute_example_losses, refuse_infinite
 from sosp.core.progress import track_progress
 from sosp.errors import DataError, DifferentiationError, SospError
 from sosp.graph.records import Structures
 from sosp.scoring import jets
+from sosp.scoring.label_certainty import LabelCertainty
+from sosp.scoring.own_targets import OwnTargets
 
 CPU_CHUNK = 96 * 2**20  # bytes of activations at once: beyond the caches a pass gets slower, not faster
 LARGEST_CHUNK = 1024  # examples: a GPU is busy by then
@@ -46,7 +48,8 @@ class Problem:
     loss: LossLike
     chunks: Iterable[Chunk]
     examples: int | None = None  # how many are expected, for the progress bar
-    temperature: float | None = None  # targets are the network's own outputs divided by this; None: the data's targets
+    own: OwnTargets | None = None  # the network's own outputs as targets; None: the data's
+    certainty: LabelCertainty | None = None  # records how certain the network is of the labels
 
 
 @dataclass(frozen=True)
@@ -227,18 +230,16 @@ def compute_gated_losses(problem: Problem, chunk: Chunk) -> Any:
 
 def compute_losses(problem: Problem, chunk: Chunk) -> Any:
     """The same of the network as it is, which need not depend on anything."""
-    outputs = chunk.run(problem.model)
-    if problem.temperature is None:
-        return compute_example_losses(problem.loss, outputs, chunk)
-    logits = find_logits(outputs)
-    own = jets.get_primal(logits).detach()  # with all gates open the network's own outputs, in every gated pass
-    if are_numbers(problem.loss, own):
-        return compute_example_losses("mse", logits, replace(chunk, targets=own, keyed=False))
-    axis, T = find_class_axis(own), problem.temperature
-    if problem.loss == "bce":
-        return compute_example_losses("bce", logits / T, replace(chunk, targets=(own / T).sigmoid(), keyed=False))
-    soft = replace(chunk, targets=(own / T).softmax(axis).movedim(axis, 1), keyed=False)
-    return compute_example_losses("cross_entropy", (logits / T).movedim(axis, 1), soft)
+    return measure_losses(problem, chunk.run(problem.model), chunk)
+
+
+def measure_losses(problem: Problem, outputs: Any, chunk: Chunk) -> Any:
+    """One loss per example, (N,), of outputs: against the targets of the data or the network's own outputs."""
+    if problem.own is not None:
+        return refuse_infinite(problem.own.compute_losses(outputs, chunk), chunk)
+    if problem.certainty is not None:
+        problem.certainty.record(outputs, chunk)
+    return compute_example_losses(problem.loss, outputs, chunk)
 
 
 def check_requires_grad(output: Tensor) -> None:
@@ -249,9 +250,10 @@ def check_requires_grad(output: Tensor) -> None:
         )
 
 
-def compute_derivatives(output: Tensor, inputs: list[Tensor], **options: Any) -> list[Tensor]:
+def compute_derivatives(output: Tensor | list[Tensor], inputs: list[Tensor], **options: Any) -> list[Tensor]:
     """``d output / d inputs``; zeros where an input plays no part."""
-    check_requires_grad(output)
+    for x in [output] if isinstance(output, Tensor) else output:
+        check_requires_grad(x)
     return list(torch.autograd.grad(output, inputs, materialize_grads=True, allow_unused=True, **options))
 
 
@@ -306,14 +308,14 @@ def try_in_order(ways: Mapping[str, Way], advice: str = "") -> Way:
                     ) from error
                 names.pop(0)
                 text = f"using a slower exact way ({names[0]}); {told[-1]}"
-                warnings.warn(text, SlowPathWarning, stacklevel=_count_library_frames())
+                warnings.warn(text, SlowPathWarning, stacklevel=count_library_frames())
             else:
                 return result
 
     return step
 
 
-def _count_library_frames() -> int:
+def count_library_frames() -> int:
     """How far up the stack the user's own call of sosp is, for a warning to point at."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "sosp":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,16 +14,19 @@ from torch import Tensor, nn
 
 from sosp.core import distributed
 from sosp.core.batches import Chunk, distribute_examples, iterate_chunks, open_data
-from sosp.core.borrowed_model import borrow_model
+from sosp.core.borrowed_model import borrow_model, find_device
 from sosp.core.layers import find_width
-from sosp.core.loss_names import LossLike, name_loss, resolve_loss
-from sosp.core.losses import IGNORE_INDEX, find_logits, predict_targets
+from sosp.core.loss_names import AUTO, LOSS_TITLES, LossLike, name_loss, resolve_loss
+from sosp.core.losses import IGNORE_INDEX, predict_targets, read_returned_loss
 from sosp.core.opened_data import count_expected_examples
+from sosp.core.outputs import find_logits, find_output_tensors, infer_loss
 from sosp.errors import ArgumentError, DataError, LossError, StructureError, check_choice, is_number
 from sosp.graph.records import OBJECTIVES, Saliency, Structures
 from sosp.graph.structures import find_structures
+from sosp.scoring.label_certainty import FewEffectiveExamplesWarning, LabelCertainty
 from sosp.scoring.methods import METHODS, NEEDS, Method
-from sosp.scoring.passes import Options, Problem, Terms, Values
+from sosp.scoring.own_targets import LOOK, OwnTargets, choose_own_targets, take_look
+from sosp.scoring.passes import Options, Problem, Terms, Values, count_library_frames
 
 ZERO_TOLERANCE = 1e-200  # sosp-obs damps a matrix of zeros with at least 1e-300
 FEW = 3  # layers named in a message
@@ -34,14 +38,14 @@ def score(
     data: Any,
     *,
     method: str = "sosp-h",
-    loss: LossLike = "cross_entropy",
+    loss: LossLike = AUTO,
     structures: Structures | None = None,
     examples: int | None = 1000,
     generator: torch.Generator | None = None,
     objective: str | None = None,
     classes: int | None = None,
     targets: str = "labels",
-    temperature: float = 4.0,
+    temperature: float | str = AUTO,
 ) -> Saliency:
     """Return the estimated loss change when each structure is removed.
 
@@ -56,7 +60,9 @@ def score(
             it: it may be None if ``structures`` is given. Methods that read no labels ("sosp-obs", "obd", "hrank")
             also take inputs alone: a tensor, batches, dicts without labels, or a list of images of one shape.
         method: A name in ``sosp.METHODS``.
-        loss: ``"cross_entropy"``, ``"bce"`` (independent logits), ``"mse"`` (half the squared distance), the same as a
+        loss: ``"auto"`` for the loss that fits the outputs and targets: cross-entropy for whole numbers, probabilities
+            and what is called logits; squared error for other numbers, hidden states and samples. Or
+            ``"cross_entropy"``, ``"bce"`` (independent logits), ``"mse"`` (half the squared distance), the same as a
             loss of torch (``nn.CrossEntropyLoss(weight=w)``, ``F.cross_entropy``), or a function of (outputs, targets)
             that returns one loss per example or their mean. The mean is slower: the function is called for every
             example. Losses of several positions (pixels, tokens) are means over the positions of an example, and
@@ -67,16 +73,20 @@ def score(
         generator: Source of randomness: which examples are drawn from tensors or a Dataset, and sampled labels.
         objective: How ``Saliency.scores`` and ``select`` combine the terms. By default the method's own objective,
             "signed" for "ccp" and "individual" for all others.
-        classes: For SOSP-I with many outputs: sample this many labels per example (unbiased) instead of using every
-            output.
+        classes: For SOSP-I with many outputs: this many random cotangents per example (unbiased) instead of one for
+            every output.
         targets: ``"labels"`` of the data, or ``"own"``: the network's own outputs, for SOSP-I, SOSP-H, "exact" and
-            "sosp-obs". Then the data needs no labels, and a saliency is the change of the outputs: their divergence at
-            a temperature, or half of their squared change with ``loss="mse"`` and for single outputs. A network that
-            has memorised its training labels is scored more reliably by its own outputs.
-        temperature: What the logits are divided by for ``targets="own"``.
+            "sosp-obs". Then the data needs no labels, and a saliency is the change of all outputs together: of logits
+            their divergence at a temperature, of numbers half of their squared change in units of their variance (with
+            ``loss="mse"`` as it is). A network that has memorised its training labels is scored more reliably by its
+            own outputs. Positions that an ``attention_mask`` leaves out do not count.
+        temperature: What logits are divided by for ``targets="own"``. ``"auto"``: the smallest of 1, 2, 4 and 8 at
+            which more than a quarter of the examples is effective, ``(sum r)^2 > N / 4 sum r^2`` with
+            ``r = 1 - sum p^2``, judged by 64 of them.
 
     Returns:
-        The saliency, in the precision of the model or in single precision if the model has less.
+        The saliency, in the precision of the model or in single precision if the model has less. Its ``targets`` name
+        what was compared, such as "own logits (cross-entropy, T = 2)".
 
     Raises:
         ArgumentError: An argument has an invalid value, or the structures belong to another model.
@@ -88,10 +98,9 @@ def score(
     check_choice("method", method, METHODS)
     if objective is not None:
         check_choice("objective", objective, OBJECTIVES)
-    loss = resolve_loss(loss)
+    loss = loss if loss == AUTO else resolve_loss(loss)
     chosen = METHODS[method]
     own = _check_targets(targets, temperature, method, loss)
-    loss = name_loss(loss) or loss if own else loss
     if classes is not None and not chosen.samples:
         those = ", ".join(repr(name) for name, m in METHODS.items() if m.samples)
         raise ArgumentError(f"classes= is only for {those}; method={method!r} does not sample labels. Leave it out.")
@@ -102,6 +111,13 @@ def score(
         alone = own or not (chosen.labels and chosen.data)  # what reads no labels need not be given any
         data = open_data(data, model) if reads else None
         chunks = _chunks(data, examples, generator, alone, model) if reads else iter(())
+        compared = None
+        if own:
+            look, chunks = take_look(chunks, LOOK if AUTO in (loss, temperature) else 2)
+            compared = choose_own_targets(model, look, name_loss(loss) or AUTO, temperature)
+        elif loss == AUTO and reads:
+            look, chunks = take_look(chunks, 2)
+            loss = infer_label_loss(model, look[0])
         labels = LabelCheck(loss)
         chunks = labels.record_targets(chunks)
         if not chosen.labels and not own:
@@ -114,15 +130,20 @@ def score(
             check_structures(model, structures, method)
         mine = distribute_examples(chunks, distributed.get_rank(), distributed.count_ranks())
         expected = count_expected_examples(data, examples, distributed.count_ranks())
-        problem = Problem(model, structures, loss, mine, expected, temperature if own else None)
+        certainty = LabelCertainty(name) if chosen.labels and not own and (name := name_loss(loss)) else None
+        problem = Problem(model, structures, loss, mine, expected, compared, certainty)
         found = chosen.run(problem, Options(classes, generator))
+        noise = certainty.explain_noise(find_device(model), chosen.own) if certainty and chosen.data else None
     saliency = _saliency(found, structures, method, next(model.parameters()).dtype, objective)
+    saliency = _name_targets(saliency, chosen, compared, loss)
+    if noise is not None:
+        warnings.warn(noise, FewEffectiveExamplesWarning, stacklevel=count_library_frames())
     if labels.are_ignored and not own:
         _refuse_zeros(saliency)
     return saliency
 
 
-def _check_targets(targets: str, temperature: float, method: str, loss: LossLike) -> bool:
+def _check_targets(targets: str, temperature: float | str, method: str, loss: LossLike) -> bool:
     """Return whether the network's own outputs are the targets; raise ArgumentError if the method cannot use them."""
     check_choice("targets", targets, TARGETS)
     if targets == "labels":
@@ -130,13 +151,24 @@ def _check_targets(targets: str, temperature: float, method: str, loss: LossLike
     if not METHODS[method].own:
         those = ", ".join(repr(name) for name, m in METHODS.items() if m.own)
         raise ArgumentError(f"targets='own' has no slope, which method={method!r} needs. These take it: {those}.")
-    if name_loss(loss) is None:
+    if loss != AUTO and name_loss(loss) is None:
         raise ArgumentError(
             "targets='own' compares outputs by a known loss. Leave loss out, or give 'cross_entropy', 'bce' or 'mse'."
         )
-    if not is_number(temperature) or not 0 < temperature < math.inf:
-        raise ArgumentError(f"temperature={temperature!r} must be a positive number.")
+    if temperature != AUTO and (not is_number(temperature) or not 0 < temperature < math.inf):
+        raise ArgumentError(f"temperature={temperature!r} must be a positive number, or 'auto'.")
     return True
+
+
+def _name_targets(saliency: Saliency, method: Method, own: OwnTargets | None, loss: LossLike) -> Saliency:
+    """Return the saliency with the names of what was compared and of the loss."""
+    if own is not None:
+        return replace(saliency, targets=f"own {own.summary}", loss=own.outputs[0].loss)
+    if not method.labels or not method.data:
+        return saliency
+    name = name_loss(loss)
+    title = LOSS_TITLES[name] if name else "your own loss"
+    return replace(saliency, targets=f"labels ({title})", loss=name or "")
 
 
 def _refuse_zeros(saliency: Saliency) -> None:
@@ -269,6 +301,21 @@ class LabelCheck:
     def are_ignored(self) -> bool:
         """Return whether there were labels and cross-entropy ignores all of them."""
         return name_loss(self.loss) == "cross_entropy" and self.seen and not self.counts
+
+
+@torch.no_grad()
+def infer_label_loss(model: nn.Module, chunk: Chunk) -> str:
+    """Return the loss that fits the outputs for these examples and their targets; cross-entropy for whole numbers."""
+    targets = chunk.targets
+    if isinstance(targets, Tensor) and not targets.is_floating_point():
+        return "cross_entropy"
+    outputs = chunk.run(model)
+    if chunk.keyed and read_returned_loss(outputs) is not None:
+        return "cross_entropy"
+    logits = find_logits(outputs)
+    fits = targets is None or (isinstance(targets, Tensor) and targets.shape == logits.shape)
+    name = next(name for name, x in find_output_tensors(outputs, chunk.size).items() if x is logits)
+    return infer_loss(name, logits, chunk, targets) if fits else "cross_entropy"
 
 
 def add_pseudo_labels(model: nn.Module, chunk: Chunk, loss: LossLike) -> Chunk:

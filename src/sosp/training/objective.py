@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sosp.core.losses import IGNORE_INDEX, find_logits, move_class_axis, read_returned_loss
+from sosp.core.losses import IGNORE_INDEX, move_class_axis, read_returned_loss
+from sosp.core.outputs import find_logits
 from sosp.errors import ArgumentError, DataError
 from sosp.training.schedule import Schedule
 from sosp.training.speed import upcast_half

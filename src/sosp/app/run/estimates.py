@@ -14,7 +14,7 @@ from sosp.app.run.comparison_stage import plan_comparison
 from sosp.app.run.expansion_stage import plan_expansion
 from sosp.app.run.job import RunJob, find_job_structures, open_pruning
 from sosp.core.batches import call_model
-from sosp.core.losses import find_logits
+from sosp.core.outputs import find_logits
 from sosp.graph.plan import count
 from sosp.pipeline.cut import choose_scoring
 

@@ -15,7 +15,7 @@ from sosp.app.config import Config, DataSection, PruningSection, TrainingSection
 from sosp.app.run.run_folder import find_last_network, is_run
 from sosp.baselines.slimming_training import find_norm_scales
 from sosp.core.batches import call_model
-from sosp.core.losses import find_logits
+from sosp.core.outputs import find_logits
 from sosp.core.user_errors import convert_user_errors
 from sosp.data import Dataset
 from sosp.data import load as load_data
