@@ -26,7 +26,7 @@ from sosp.core.layers import apply_gates, find_channel_axis
 from sosp.core.losses import compute_example_losses
 from sosp.core.outputs import find_logits
 from sosp.errors import DifferentiationError, StructureError, check_choice
-from sosp.scoring.output_curvature import factor_curvature
+from sosp.scoring.output_curvature import factor_curvature, find_output_root
 from sosp.scoring.passes import (
     Problem,
     Sums,
@@ -127,10 +127,11 @@ def _list_backward_starts(
         yield losses.sum(), None
         return
     logits = find_logits(outputs)
-    if fisher == "sampled" and labels is None and not callable(problem.loss):
-        labels = 1  # a loss of the user's own has none to draw: its curvature in the outputs is taken as it is
-    for v in factor_curvature(problem.loss, outputs, chunk, labels, generator):
-        yield logits, v.to(logits.dtype)
+    if fisher == "sampled" and isinstance(problem.loss, str):
+        found = find_output_root(problem.loss, outputs, chunk).draw(labels or 1, generator)
+    else:  # a loss of the user's own has no labels to draw: its curvature in the outputs is taken as it is
+        found = factor_curvature(problem.loss, outputs, chunk, labels, generator)
+    yield from ((logits, v.to(logits.dtype)) for v in found)
 
 
 class CurvatureHooks:

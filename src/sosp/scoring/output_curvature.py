@@ -18,7 +18,7 @@ from sosp.core.loss_names import LossLike
 from sosp.core.losses import IGNORE_INDEX, call_loss, find_own_loss, move_class_axis
 from sosp.core.outputs import find_logits
 from sosp.errors import ArgumentError, LossError, is_whole
-from sosp.scoring.output_roots import root_of_numbers, root_of_sigmoid, root_of_softmax
+from sosp.scoring.output_roots import OutputRoot, root_of_numbers, root_of_sigmoid, root_of_softmax
 
 LARGEST_R = 2048  # outputs for which a dense output Hessian (outputs x outputs per example) is formed
 
@@ -32,19 +32,22 @@ def factor_curvature(
     """
     if classes is not None:
         _check_classes(loss, classes)
-    own = find_own_loss(loss, outputs, chunk)
     if callable(loss):
-        yield from _dense_factors(loss, outputs, chunk)
-        return
+        return _dense_factors(loss, outputs, chunk)
+    root = find_output_root(loss, outputs, chunk)
+    return root.columns() if classes is None or classes >= root.width else root.sample(classes, generator)
+
+
+def find_output_root(loss: str, outputs: Any, chunk: Chunk) -> OutputRoot:
+    """Return the root of the curvature of a known loss in the logits."""
+    own = find_own_loss(loss, outputs, chunk)
     logits = find_logits(outputs).detach()
     if loss != "cross_entropy" and own is None:
         flat, weight = logits.reshape(len(logits), 1, -1), logits.new_ones(len(logits), 1)
         back = partial(torch.reshape, shape=logits.shape)
-        root = root_of_numbers(flat, weight, back) if loss == "mse" else root_of_sigmoid(flat.sigmoid(), weight, back)
-    else:
-        labels = chunk.targets if own is None else _own_labels(own.detach(), logits, chunk.targets)
-        root = root_of_softmax(*_probabilities(logits, labels, together=own is not None))
-    yield from root.columns() if classes is None or classes >= root.width else root.sample(classes, generator)
+        return root_of_numbers(flat, weight, back) if loss == "mse" else root_of_sigmoid(flat.sigmoid(), weight, back)
+    labels = chunk.targets if own is None else _own_labels(own.detach(), logits, chunk.targets)
+    return root_of_softmax(*_probabilities(logits, labels, together=own is not None))
 
 
 def _own_labels(own: Tensor, logits: Tensor, labels: Any) -> Tensor:

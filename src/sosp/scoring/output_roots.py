@@ -7,15 +7,18 @@ are kept apart makes it more accurate than k independent draws, and exact where 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 LEADING = 4  # times k columns are kept apart by size; the order of the small ones does not matter
 
 Back = Callable[[Tensor], Tensor]  # (N, positions, D) in the order of the outputs
+Draw = Callable[[int, torch.Generator], Iterator[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class OutputRoot:
     apply: Callable[[Tensor], Tensor]  # s (N, positions, D) -> B s, like the outputs
     size: Tensor  # (N, positions, D) which columns of B matter most
     columns: Callable[[], Iterator[Tensor]]  # all of them, or as many of another root
+    draw: Draw  # k gradients of the loss with targets drawn from the outputs themselves, divided by sqrt(k)
 
     @property
     def width(self) -> int:
@@ -48,16 +52,28 @@ class OutputRoot:
 def root_of_numbers(f: Tensor, weight: Tensor, back: Back, scale: Tensor | None = None) -> OutputRoot:
     """``R = diag(weight scale)``: the squared error of numbers f, (N, positions, D)."""
     root = (weight.unsqueeze(-1) * (1.0 if scale is None else scale)).sqrt().expand(f.shape)
-    return _diagonal_root(root, back)
+
+    def draw(k: int, generator: torch.Generator) -> Iterator[Tensor]:
+        for _ in range(k):
+            coins = torch.randint(0, 2, f.shape, generator=generator, device=generator.device)
+            yield back((coins.to(f) * 2 - 1) * root / math.sqrt(k))
+
+    return _diagonal_root(root, back, draw)
 
 
 def root_of_sigmoid(p: Tensor, weight: Tensor, back: Back) -> OutputRoot:
     """``R = weight diag(p (1 - p)) / D``: the mean binary cross-entropy of ``p = sigmoid(f)``."""
-    return _diagonal_root((weight.unsqueeze(-1) * p * (1 - p) / p.shape[-1]).sqrt(), back)
+    share = (weight.unsqueeze(-1) / p.shape[-1]).sqrt()
+
+    def draw(k: int, generator: torch.Generator) -> Iterator[Tensor]:
+        for _ in range(k):
+            yield back((p - torch.bernoulli(p.to(generator.device), generator=generator).to(p)) * share / math.sqrt(k))
+
+    return _diagonal_root((p * (1 - p)).sqrt() * share, back, draw)
 
 
-def _diagonal_root(root: Tensor, back: Back) -> OutputRoot:
-    return OutputRoot(lambda s: back(root * s), root, lambda: (back(root * s) for s in _list_units(root)))
+def _diagonal_root(root: Tensor, back: Back, draw: Draw) -> OutputRoot:
+    return OutputRoot(lambda s: back(root * s), root, lambda: (back(root * s) for s in _list_units(root)), draw)
 
 
 def root_of_softmax(p: Tensor, weight: Tensor, back: Back) -> OutputRoot:
@@ -82,7 +98,12 @@ def root_of_softmax(p: Tensor, weight: Tensor, back: Back) -> OutputRoot:
             v[..., -1:] -= c * total
             yield back(v)
 
-    return OutputRoot(apply, p * weight.unsqueeze(-1), columns)
+    def draw(k: int, generator: torch.Generator) -> Iterator[Tensor]:
+        drawn = torch.multinomial(p.flatten(0, 1).to(generator.device), k, replacement=True, generator=generator)
+        for label in drawn.to(p.device).T:
+            yield back((p - F.one_hot(label.view(p.shape[:2]), p.shape[-1]).to(p)) * share / math.sqrt(k))
+
+    return OutputRoot(apply, p * weight.unsqueeze(-1), columns, draw)
 
 
 def _list_units(like: Tensor) -> Iterator[Tensor]:
