@@ -366,7 +366,7 @@ def test_what_can_only_be_a_pair_is_one(form: str, alone: bool) -> None:
 
 def test_two_batches_without_targets_are_refused_where_targets_are_needed() -> None:
     c = case("mlp")
-    with pytest.raises(DataError, match=r"batch 0 is a Tensor.*Two tensors with all the data must be a tuple"):
+    with pytest.raises(DataError, match=r"batch 0 is a Tensor of inputs without labels.*two tensors as a tuple"):
         sosp.score(c.model, [c.inputs, c.inputs])
 
 

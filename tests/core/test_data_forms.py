@@ -311,3 +311,64 @@ def test_the_callers_data_stays_as_it_is() -> None:
     sosp.score(c.model, data)
     assert data[0][0] is x
     assert np.array_equal(x, c.inputs.numpy())
+
+
+# --- dict batches whose columns are not the model's arguments, and lists of numbers
+
+
+def image_columns(c: Case) -> list[dict[str, Any]]:
+    return [{"image": c.inputs[i : i + 5], "label": c.targets[i : i + 5], "id": ["a"] * 5} for i in (0, 5)]
+
+
+@pytest.mark.parametrize("targets", ["labels", "own"])
+def test_columns_of_an_image_dataset(targets: str) -> None:
+    c = case("conv-bn")
+    found, wanted = (sosp.score(c.model, data, targets=targets) for data in (image_columns(c), (c.inputs, c.targets)))
+    assert torch.allclose(found.scores, wanted.scores, **ROUNDING)
+
+
+class Words(nn.Module):
+    """A classifier of tokens that takes three arguments by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.hidden, self.head = nn.Embedding(9, 6), nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Any = None) -> dict[str, Tensor]:
+        assert labels is not None
+        return {"logits": self.head(torch.tanh(self.hidden(self.words(input_ids).mean(1))))}
+
+
+IDS, LABELS = torch.arange(40).view(8, 5) % 9, torch.arange(8) % 3
+TOKENISED: dict[str, Any] = {
+    "columns of lists": {"input_ids": IDS.tolist(), "labels": LABELS.tolist()},
+    "examples": [{"input_ids": x.tolist(), "label": int(y), "text": "a"} for x, y in zip(IDS, LABELS, strict=True)],
+    "columns that the model does not take": [{"input_ids": IDS, "label": LABELS, "length": LABELS}],
+}
+
+
+@pytest.mark.parametrize("form", TOKENISED)
+def test_tokenised_texts(form: str) -> None:
+    model = Words().double()
+    wanted = sosp.score(model, [{"input_ids": IDS, "labels": LABELS}])
+    assert torch.allclose(sosp.score(model, TOKENISED[form]).scores, wanted.scores, **ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"input_ids": [[1, 2], [3]], "labels": [0, 1]}, "'input_ids' have different lengths .1 to 2.*padding=True"),
+        ({"a": IDS, "b": IDS}, r"columns \['a', 'b'\], and the model takes .*'input_ids'"),
+    ],
+)
+def test_columns_that_do_not_fit(data: Any, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        sosp.score(Words(), data)
+
+
+def test_images_of_different_sizes() -> None:
+    c = case("conv-bn")
+    images = [torch.randn(2, 4, 4), torch.randn(2, 5, 4)]
+    with pytest.raises(DataError, match="different sizes, 4 x 4 and 5 x 4"):
+        sosp.score(c.model, images, method="sosp-i", targets="own")

@@ -26,9 +26,14 @@ from sosp.core.data_forms import (
     is_indexed_dataset,
     prepare_data,
 )
+from sosp.core.dict_batches import read_dict_batch
 from sosp.errors import ArgumentError, DataError, is_whole
 
 PAIR = 256  # examples per batch when the data is one pair of tensors
+UNLABELLED = (
+    "inputs without labels, and labels are what this method compares outputs with. Give (inputs, targets), two tensors "
+    "as a tuple or a DataLoader of such batches. Or score on the network's own outputs, targets='own'."
+)
 
 
 # (the user's batch, the place of the first example in it, how many); no batch where the data is a pair of tensors.
@@ -203,7 +208,9 @@ def _chunks(
         return _split_pair(_plain(data[0]), data[1], examples, generator)
     if isinstance(data, Mapping):
         return iter([_chunk(data, 0, alone, form)])
-    if isinstance(data, (Tensor, str)) or not isinstance(data, Iterable):
+    if isinstance(data, Tensor) or form.are_inputs(data):
+        raise DataError(f"data is a {type(data).__name__} of {UNLABELLED}")
+    if isinstance(data, str) or not isinstance(data, Iterable):
         raise DataError(
             f"data is a {type(data).__name__}; give a DataLoader, an iterable of (inputs, targets), a pair of tensors "
             "(inputs, targets), a Dataset, or dict batches with 'labels'."
@@ -280,16 +287,18 @@ def _chunk(batch: Any, index: int, alone: bool, form: InputForm) -> Chunk:
     if alone and (isinstance(batch, Tensor) or (isinstance(batch, (tuple, list)) and len(batch) == 1)):
         batch = (batch if isinstance(batch, Tensor) else batch[0]), None
     if isinstance(batch, Mapping):
-        return Chunk(dict(batch), batch.get("labels"), ((index, 0, _count(batch, index)),), keyed=True)
+        inputs, targets, keyed = read_dict_batch(batch, form.names, form.more)
+        return Chunk(inputs, targets, ((index, 0, _count(inputs, index, targets)),), keyed)
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         inputs, targets = _plain(form.stack_images(batch[0])), batch[1]
         return Chunk(inputs, targets, ((index, 0, _count(inputs, index, targets)),))
+    if isinstance(batch, Tensor) or form.are_inputs(batch):
+        raise DataError(f"batch {index} is a {type(batch).__name__} of {UNLABELLED}")
     raise DataError(
         f"batch {index} is a {type(batch).__name__}"
         + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
         + "; each batch must be (inputs, targets) or a dict of the model's keyword arguments with 'labels'; several "
         "inputs are a tuple, ((x1, x2), targets)."
-        + (" Two tensors with all the data must be a tuple: (inputs, targets)." if isinstance(batch, Tensor) else "")
     )
 
 

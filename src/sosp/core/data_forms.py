@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from sosp.core.borrowed_model import find_device
+from sosp.core.dict_batches import convert_column, describe_sizes, is_number_list, join_examples
 from sosp.errors import DataError
 
 BATCH = 64  # examples of a dataset in a batch
@@ -28,6 +29,8 @@ class InputForm:
     channels: int | None = None  # of an image; None if the model has no 2D convolution
     dtype: torch.dtype | None = None  # of real numbers in numpy arrays; None: torch's default, not numpy's double
     device: torch.device | None = None  # for arrays and for batches of a dataset
+    names: frozenset[str] = frozenset()  # of its arguments; empty where they are not known
+    more: bool = True  # it takes other keyword arguments as well
 
     def are_inputs(self, x: Any) -> bool:
         """Return whether a tuple holds the inputs of a model that takes several, without targets."""
@@ -43,7 +46,13 @@ class InputForm:
         """Return one tensor of a list of images (C, H, W), and everything that is no such list as it is."""
         if type(x) is not list or not x or not all(isinstance(t, Tensor) and t.dim() == 3 for t in x):
             return x
-        return torch.stack(x) if {(self.channels, *x[0].shape[1:])} == {tuple(t.shape) for t in x} else x
+        shapes = {tuple(t.shape) for t in x}
+        if len(shapes) > 1 and {shape[0] for shape in shapes} == {self.channels}:
+            raise DataError(
+                f"the images of the list have different sizes, {describe_sizes(x)}. Give all of them one size (resize, "
+                "then crop), or batches of images of one size."
+            )
+        return torch.stack(x) if {(self.channels, *x[0].shape[1:])} == shapes else x
 
 
 def _count_tensors(x: Any) -> int:
@@ -56,18 +65,20 @@ def describe_inputs(model: nn.Module | None, device: torch.device | None = None)
     if model is None:
         return InputForm(device=device)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [
-        p for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds and p.default is p.empty
-    ]
+    arguments = inspect.signature(model.forward).parameters.values()
+    needed = [p for p in arguments if p.kind in kinds and p.default is p.empty]
+    named = frozenset(p.name for p in arguments if p.kind in (*kinds[1:], inspect.Parameter.KEYWORD_ONLY))
+    more = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in arguments)
     convs = (m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    return InputForm(max(1, len(needed)), next(convs, None), dtype, device or find_device(model))
+    return InputForm(max(1, len(needed)), next(convs, None), dtype, device or find_device(model), named, more)
 
 
 def prepare_data(data: Any, form: InputForm) -> Any:
     """Return data with tensors in place of arrays and lists of images, and a pair in place of a ``TensorDataset``."""
     if isinstance(data, Mapping) and _is_hugging_face(data):
         raise DataError(f"the data is a {type(data).__name__} with the parts {list(data)}; give one: data['...'].")
+    data = join_examples(data)
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
         return tuple(data.tensors)
     several = isinstance(data, tuple) or type(data) is list  # a subclass may be a loader, to be read once
@@ -97,7 +108,8 @@ def _contains_array(x: Any) -> bool:
 
 def convert_arrays(x: Any, form: InputForm) -> Any:
     """Return the same with a tensor in place of every numpy array."""
-    x = dict(x) if isinstance(x, Mapping) else x
+    if isinstance(x, Mapping):
+        x = {name: _place(convert_column(name, part), form) if type(part) is list else part for name, part in x.items()}
     return tree_map(lambda a: _convert_array(a, form) if isinstance(a, np.ndarray) else a, x)
 
 
@@ -106,6 +118,13 @@ def _convert_array(array: Any, form: InputForm) -> Tensor:
         x = torch.from_numpy(np.require(array, requirements=["C", "W"]))
     except TypeError as error:
         raise DataError(f"an array of type {array.dtype} cannot be made a tensor; give an array of numbers.") from error
+    return _place(x, form)
+
+
+def _place(x: Any, form: InputForm) -> Any:
+    """Return a tensor on the model's device, numbers in the model's precision."""
+    if not isinstance(x, Tensor):
+        return x
     return x.to(form.device, (form.dtype or torch.get_default_dtype()) if x.is_floating_point() else None)
 
 
@@ -162,8 +181,8 @@ class DatasetBatches:
         except (TypeError, RuntimeError) as error:
             raise DataError(
                 f"the examples of the {type(self.dataset).__name__} cannot be stacked to a batch "
-                f"({str(error).splitlines()[0]}). Give it transforms that return tensors of one shape, or a DataLoader "
-                "with a collate_fn."
+                f"({str(error).splitlines()[0]}). Give it transforms that return tensors of one shape, texts padded to "
+                "one length, or a DataLoader with a collate_fn."
             ) from error
         return tree_map(lambda x: x.to(self.form.device) if isinstance(x, Tensor) else x, batch)
 
@@ -183,7 +202,7 @@ def _is_batch(example: Any) -> bool:
 
 def _select_columns(example: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns that are numbers; "label" is renamed to "labels", which models expect."""
-    found = {k: x for k, x in example.items() if isinstance(x, (Tensor, np.ndarray, int, float))}
+    found = {k: x for k, x in example.items() if isinstance(x, (Tensor, np.ndarray, int, float)) or is_number_list(x)}
     if "label" in found and "labels" not in found:
         found["labels"] = found.pop("label")
     return found

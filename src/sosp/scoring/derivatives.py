@@ -159,6 +159,7 @@ def require_agreement(way: Way, judge: Way) -> Way:
 
 def hessian_ways() -> dict[str, Way]:
     """Every way to ``H d``, fast first."""
+    jets.load_forward_rules()
     return {
         "jets": _hessian_jets,
         "forward over reverse": require_agreement(_hessian_forward_over_reverse, _hessian_double_backward),
@@ -178,6 +179,8 @@ def compute_weight_terms(problem: Problem, second_order: bool) -> Terms:
         "forward over reverse": require_agreement(_weights_forward_over_reverse, _weights_double_backward),
         "double backward": _weights_double_backward,
     }
+    if second_order:
+        jets.load_forward_rules()
     step = try_in_order(ways, SECOND_ORDER_ADVICE) if second_order else try_in_order({"autograd": _weights_gradient})
     count, (first, *second) = average_examples(problem, "weights", lambda chunk: step(problem, chunk), share=4)
     assert first is not None

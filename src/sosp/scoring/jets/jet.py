@@ -13,10 +13,12 @@ tangents (t = None) takes the same short cuts for plain gate gradients.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -229,6 +231,14 @@ def _mixed_derivatives_agree(func: Any, args: tuple[Any, ...], kwargs: dict[str,
 Run = Callable[[list[Tensor]], list[Tensor]]
 
 
+@cache
+def load_forward_rules() -> None:
+    """Compile torch's own forward-mode rules, which it does with its deprecated torch.jit.script at first use."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+        from torch._decomp import decompositions_for_jvp  # noqa: F401
+
+
 def _weigh(outputs: list[Tensor]) -> Tensor:
     """One number from all outputs, with fixed weights that treat no two alike."""
     weights = [torch.arange(o.numel(), device=o.device).cos().to(o.dtype).view(o.shape) for o in outputs]
@@ -237,6 +247,7 @@ def _weigh(outputs: list[Tensor]) -> Tensor:
 
 def _backward_over_forward(run: Run, p: list[Tensor], t: list[Tensor]) -> list[Tensor]:
     """The way jets take."""
+    load_forward_rules()
     inputs = [x.clone().requires_grad_() for x in p]
     with forward_ad.dual_level():
         pairs = [

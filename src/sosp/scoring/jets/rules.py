@@ -26,6 +26,7 @@ from sosp.scoring.jets.jet import (
     check_forward_rule,
     flush_pending,
     get_primal,
+    load_forward_rules,
     mark_aliases,
 )
 
@@ -41,6 +42,7 @@ def _forward_mode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         values = tree_map(get_primal, (args, kwargs))
         return _wrap(func(*values[0], **values[1]), jets)
     check_forward_rule(func, args, kwargs)
+    load_forward_rules()
     with forward_ad.dual_level():
         duals = tree_map(lambda a: _dual(a) if isinstance(a, Jet) else a, (args, kwargs))
         pairs = _unpacked(func(*duals[0], **duals[1]))
