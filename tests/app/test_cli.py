@@ -20,6 +20,7 @@ from sosp.app.cli import inspection_commands, run_commands
 from sosp.app.cli.progress_bar import ProgressBar
 from sosp.app.config import SECTIONS, Config, format_flag
 from sosp.core.options import (
+    AUTO_OR_NUMBER,
     AUTO_OR_WHOLE,
     FLAG,
     NUMBER,
@@ -144,6 +145,7 @@ SAMPLES: dict[OptionKind, tuple[list[str], Any]] = {
     TEXT: (["some"], "some"),
     WHOLE: (["7"], 7),
     AUTO_OR_WHOLE: (["7"], 7),
+    AUTO_OR_NUMBER: (["2.5"], 2.5),
     NUMBER: (["0.25"], 0.25),
     TEXTS: (["a", "b"], ("a", "b")),
     NUMBERS: (["0.25", "0.5"], (0.25, 0.5)),

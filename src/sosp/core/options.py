@@ -83,6 +83,10 @@ def _refuse_value() -> Any:
     raise ValueError
 
 
+def _auto_or_number(value: Any) -> float | str:
+    return value if value == "auto" else _as_number(value)
+
+
 def _auto_or_whole(value: Any) -> int | str:
     if isinstance(value, str):
         return value if value == "auto" else int(value)
@@ -92,6 +96,7 @@ def _auto_or_whole(value: Any) -> int | str:
 TEXT = OptionKind("a string", str, _text)
 WHOLE = OptionKind("a whole number", int, _whole)
 NUMBER = OptionKind("a number", float, _number)
+AUTO_OR_NUMBER = OptionKind('a number or "auto"', str, _auto_or_number)
 AUTO_OR_WHOLE = OptionKind('a whole number or "auto"', str, _auto_or_whole)
 FLAG = OptionKind("true or false", bool, _flag)
 TEXTS = OptionKind("a list of strings", list[str], _many(_text))

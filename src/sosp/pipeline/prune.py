@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from sosp.core.loss_names import LossLike
+from sosp.core.loss_names import AUTO, LossLike
 from sosp.graph.structures import Exclude
 from sosp.pipeline.cut import PruningCall
 from sosp.pipeline.pruned import Pruned
@@ -26,7 +26,7 @@ def prune(
     max_drop: float | None = None,
     metric: Callable[[nn.Module], float] | None = None,
     method: str | None = None,
-    loss: LossLike = "cross_entropy",
+    loss: LossLike = AUTO,
     exclude: Exclude = (),
     scoring: Scoring | None = None,
     selection: Selection | None = None,
@@ -50,7 +50,7 @@ def prune(
         metric: The quality for ``max_drop``, a function of a network; higher is better.
         method: A name in ``sosp.METHODS``. By default SOSP-I on the network's own outputs, or SOSP-H where the network
             has too many structures for their pairs or the loss is a function of your own.
-        loss: What the outputs are: ``"cross_entropy"`` or ``nn.CrossEntropyLoss()`` for logits of classes,
+        loss: What the outputs are; found out by default. ``"cross_entropy"`` or ``nn.CrossEntropyLoss()`` for logits of classes,
             ``"bce"`` for independent logits, ``"mse"`` for numbers; or a function of (outputs, targets), see
             ``sosp.score``.
         exclude: Layers to keep: names, patterns or modules.

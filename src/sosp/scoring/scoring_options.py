@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sosp.core.options import AUTO_OR_WHOLE, NUMBER, TEXT, WHOLE, define_option
+from sosp.core.options import AUTO_OR_NUMBER, AUTO_OR_WHOLE, TEXT, WHOLE, define_option
 from sosp.graph.records import OBJECTIVES
 from sosp.graph.structures import GATES
 
@@ -24,7 +24,13 @@ class Scoring:
         choices=TARGETS,
         shown="auto: own where the method allows it",
     )
-    temperature: float = define_option(NUMBER, "With own outputs: what the logits are divided by.", 4.0, low=1e-3)
+    temperature: float | str = define_option(
+        AUTO_OR_NUMBER,
+        "With own outputs: what the logits are divided by.",
+        "auto",
+        low=1e-3,
+        shown="auto: the smallest of 1, 2, 4, 8 at which enough examples count",
+    )
     examples: int | str | None = define_option(
         AUTO_OR_WHOLE,
         "Number of training examples for scoring.",
@@ -34,7 +40,7 @@ class Scoring:
     )
     samples: int | None = define_option(
         WHOLE,
-        "For sosp-i and obd: number of labels drawn per example, in place of all outputs.",
+        "For sosp-i and obd: number of random cotangents per example, in place of all outputs.",
         low=1,
         shown="4 against more than 16 own outputs, else all",
     )

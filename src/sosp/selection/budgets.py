@@ -119,10 +119,12 @@ def _describe_unmet_budget(structures: Structures, budget: Budget, smallest: Cos
     cap, round_to = budget.cap, budget.style.round_to
     ways = f"Raise {what}" + (f" or cap={cap}" if cap is not None else "")
     ways += f", or lower round_to={round_to}" if round_to > 1 else ""
+    limit = budget.limits[what]
+    hint = f" {what}={limit} is read as a number; a share is between 0 and 1, such as {what}=0.5." if limit > 1 else ""
     return (
-        f"{what}={budget.limits[what]} cannot be met: after everything that can be removed is removed, "
+        f"{what}={limit} cannot be met: after everything that can be removed is removed, "
         f"{getattr(smallest, what):,} of {getattr(whole, what):,} {what} remain. "
-        f"{_describe_largest_layers(structures, what, smallest)}{ways}."
+        f"{_describe_largest_layers(structures, what, smallest)}{ways}.{hint}"
     )
 
 
