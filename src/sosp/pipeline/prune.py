@@ -50,9 +50,9 @@ def prune(
         metric: The quality for ``max_drop``, a function of a network; higher is better.
         method: A name in ``sosp.METHODS``. By default SOSP-I on the network's own outputs, or SOSP-H where the network
             has too many structures for their pairs or the loss is a function of your own.
-        loss: What the outputs are; found out by default. ``"cross_entropy"`` or ``nn.CrossEntropyLoss()`` for logits of classes,
-            ``"bce"`` for independent logits, ``"mse"`` for numbers; or a function of (outputs, targets), see
-            ``sosp.score``.
+        loss: What the outputs are; by default the outputs and targets tell. ``"cross_entropy"`` or
+            ``nn.CrossEntropyLoss()`` for logits of classes, ``"bce"`` for independent logits, ``"mse"`` for numbers; or
+            a function of (outputs, targets), see ``sosp.score``.
         exclude: Layers to keep: names, patterns or modules.
         scoring: How structures are scored: examples, targets, gates.
         selection: What may be removed and what goes first: groups, caps, widths.
