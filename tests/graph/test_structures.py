@@ -713,6 +713,29 @@ def test_a_layer_whose_norm_is_called_twice_is_coupled_like_others() -> None:
     torch.testing.assert_close(small(*example), sosp.masked(model, mask)(*example), atol=1e-6, rtol=0)
 
 
+def test_streams_padded_with_zeros_lose_channels_of_all_stages() -> None:
+    """Behind the padded skips the zeros that nothing is added to are dropped, so that the stream really narrows."""
+    torch.manual_seed(0)
+    model, example = sosp.nets.digits_resnet(skip="A").eval(), torch.randn(3, 1, 8, 8)
+    found = sosp.find_structures(model, example, groups="coupled")
+    ids = dict(zip((layer.name for layer in found.layers), found.ids, strict=True))
+    assert all((x >= 0).all() for x in ids.values())
+    narrow, middle, wide = (ids[f"layer{k}.0.conv2"] for k in (1, 2, 3))
+    assert len(wide) == 2 * len(middle) == 4 * len(narrow)
+    assert torch.equal(middle[len(narrow) // 2 :][: len(narrow)], narrow)  # the padding lies on both sides
+    mask = sosp.Mask.from_structures(found, wide[::2])
+    small = sosp.shrink(model, mask, example)
+    left = [int((~torch.isin(x, wide[::2])).sum()) for x in (narrow, middle, wide)]
+    assert left == [len(narrow) // 2, len(middle) // 2, len(wide) // 2]
+    assert [small.get_submodule(f"layer{k}.0.bn2").num_features for k in (1, 2, 3)] == left
+    readers = (small.layer2[0].conv1.in_channels, small.layer3[0].conv1.in_channels, small.linear.in_features)
+    assert list(readers) == left
+    inputs = torch.randn(5, 1, 8, 8)
+    for mode in (False, True):
+        ours, theirs = small.train(mode)(inputs), sosp.masked(model, mask).train(mode)(inputs)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)  # float32, 7 layers
+
+
 def test_channels_that_become_a_constant_are_not_coupled() -> None:
     """Without its first layer a sigmoid gives 1/2, which the next layer reads: only the other layer loses channels."""
     layers = [nn.Linear(3, 6), nn.Sigmoid(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)]

@@ -162,7 +162,7 @@ class Flow:
     @property
     def streams(self) -> list[ChannelStream]:
         """The streams, in the order of the network."""
-        together = self.graph.classes([(c.into, c.out) for cuts in self.graph.calls.values() for c in cuts])
+        together = self.graph.classes(self._list_passages())
         held = np.unique(together[self.pins])
         members: dict[int, tuple[list[str], list[str]]] = {}
         widths: dict[int, np.ndarray] = {}
@@ -239,7 +239,7 @@ class Flow:
         Tied are the two sides of a module (its channels), the channels of a group of a convolution, and what has to
         stay a box: along its shorter axes.
         """
-        ties = [(c.into, c.out) for cuts in self.graph.calls.values() for c in cuts]
+        ties = self._list_passages()
         for d in self.graph.dense.values():
             if d.groups > 1:
                 members = np.concatenate([d.out.reshape(d.groups, -1), d.into[0].reshape(d.groups, -1)], axis=1)
@@ -256,6 +256,11 @@ class Flow:
         held[together[self.pins]] = True
         held[together[self._constants(norms)]] = True
         return together, ~held[together]
+
+    def _list_passages(self) -> list[tuple[Ids, Ids]]:
+        """What is computed in a module and what leaves it; a zero that the code put there comes from nowhere."""
+        cuts = [(c.into, c.out) for cuts in self.graph.calls.values() for c in cuts]
+        return [(into[into != ZERO], out[into != ZERO]) for into, out in cuts]
 
     def _constants(self, norms: Iterable[str]) -> Ids:
         """Channels that a layer still reads when all that could feed them is gone: a zero became a constant."""

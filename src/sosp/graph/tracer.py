@@ -62,6 +62,7 @@ from sosp.graph.ops import (
     skip_override_checks,
 )
 
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # a scatter in them would be one of their modules
 OutputLabels = tuple[list[Labels | None], bool]  # the labels of the outputs, and whether the op only moves elements
 
 
@@ -345,6 +346,8 @@ class Tracer(TorchFunctionMode):
             elif "scatter" not in module._modules and (find_layer_type(module) or is_norm(module)):
                 if isinstance(output, Tensor) and output.is_floating_point():
                     self.add_call(name, find_channel_axis(module, output), output, output, None)
+            elif name and not isinstance(module, CONTAINERS) and (axis := self.find_padded_axis(output)) is not None:
+                self.add_call(name, axis, output, output, None)  # zeros that nothing needs can be dropped behind it
             if self.real:
                 leaving = [self.registry.seen(x) for x in list_tensors(output)]
                 self.graph.leaving += [(name, labels) for labels in leaving if labels is not None]
@@ -366,6 +369,13 @@ class Tracer(TorchFunctionMode):
         self.registry.put(output, Labels(torch.from_numpy(ids).view(core.shape), tuple(output.shape)))
         self.registry.feed([given], [output])
         self.note_event(CUT, [given], [output], [], moves=False)
+
+    def find_padded_axis(self, output: Any) -> int | None:
+        """The axis of the channels of a tensor some of which are zeros that the code itself put there."""
+        labels = self.registry.seen(output) if isinstance(output, Tensor) else None
+        if labels is None or len(labels.varying) != 1 or ZERO not in labels.numbers():
+            return None
+        return labels.varying[0]
 
     def read_index(self, name: str, scatter: Any) -> Ids:
         index = self.registry.values[f"{name}.index"] if scatter.index.is_meta else scatter.index
