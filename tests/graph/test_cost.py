@@ -725,3 +725,10 @@ def test_recurrent_layers_that_share_their_matrices_both_count() -> None:
 def test_a_matrix_of_a_recurrent_layer_that_is_computed_counts() -> None:
     model = Read(nn.utils.parametrizations.weight_norm(nn.GRUCell(5, 7), "weight_hh"))
     assert sosp.count(model, torch.randn(3, 5)).macs == 3 * 7 * (5 + 7) + 7 * 2
+
+
+def test_a_weight_used_by_hand_is_counted_under_its_module() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, dim_feedforward=12, batch_first=True)
+    layers = {layer.name: layer.macs for layer in sosp.count(model, torch.randn(2, 5, 8)).layers}
+    assert "" not in layers
+    assert layers["self_attn"] == 5 * 3 * 8 * 8

@@ -736,6 +736,55 @@ def test_streams_padded_with_zeros_lose_channels_of_all_stages() -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)  # float32, 7 layers
 
 
+class Grouped(nn.Module):
+    """A residual stream and a concatenation, each under a norm of groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.inner = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.Conv2d(8, 6, 1)
+        self.norm2, self.back = nn.GroupNorm(3, 6), nn.Conv2d(6, 8, 1)
+        self.norm3, self.head = nn.GroupNorm(7, 14), nn.Linear(14, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = F.silu(self.norm2(self.inner(F.silu(self.norm(x)))))
+        x = x + self.back(y)
+        return self.head(F.relu(self.norm3(torch.cat([x, y], 1))).mean((2, 3)))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_groups_of_a_norm_go_as_a_whole(affine: bool) -> None:
+    torch.manual_seed(0)
+    model, example = Grouped().double().eval(), torch.randn(3, 3, 5, 5, dtype=torch.float64)
+    if affine:
+        for norm in (model.norm, model.norm2, model.norm3):
+            nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+    else:
+        model.norm2 = nn.GroupNorm(3, 6, affine=False).double()
+    found = sosp.find_structures(model, example, groups="coupled")
+    assert dict(zip((layer.name for layer in found.layers), (ids.tolist() for ids in found.ids), strict=True)) == {
+        "stem": [0, 0, 1, 1, 2, 2, 3, 3],
+        "inner": [4, 4, 5, 5, 6, 6],
+        "back": [0, 0, 1, 1, 2, 2, 3, 3],
+    }
+    mask = sosp.Mask.from_structures(found, torch.tensor([1, 2, 5]))
+    small = sosp.shrink(model, mask, example)
+    norms = [(m.num_groups, m.num_channels) for m in (small.norm, small.norm2, small.norm3)]
+    assert norms == [(2, 4), (2, 4), (4, 8)]
+    assert (small.stem.out_channels, small.inner.out_channels, small.back.in_channels) == (4, 4, 4)
+    inputs = torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    torch.testing.assert_close(small(inputs), sosp.masked(model, mask)(inputs), atol=1e-12, rtol=0)
+
+
+def test_a_group_that_loses_some_channels_keeps_its_statistics() -> None:
+    torch.manual_seed(0)
+    model, example = Grouped().double().eval(), torch.randn(3, 3, 5, 5, dtype=torch.float64)
+    mask = sosp.Mask.from_removed(model, {"inner": [0, 2, 3], "stem": [1], "back": [1]}, example)
+    small = sosp.shrink(model, mask, example)
+    assert (small.inner.out_channels, small.norm2.num_groups, small.norm2.num_channels) == (3, 2, 4)
+    torch.testing.assert_close(small(example), sosp.masked(model, mask)(example), atol=1e-12, rtol=0)
+
+
 def test_channels_that_become_a_constant_are_not_coupled() -> None:
     """Without its first layer a sigmoid gives 1/2, which the next layer reads: only the other layer loses channels."""
     layers = [nn.Linear(3, 6), nn.Sigmoid(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)]

@@ -52,7 +52,7 @@ LAYERS: dict[type[nn.Module] | str, LayerType] = {
 }
 
 # Normalisations that treat every channel by itself, so that they belong to the layer they follow. LayerNorm and
-# GroupNorm mix channels: a channel in front of them is removed in front of them.
+# GroupNorm mix channels: a channel in front of them is removed in front of them. A group can go as a whole.
 NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 NORM_NAMES = frozenset({"FrozenBatchNorm2d"})
 
@@ -77,6 +77,11 @@ def find_layer_type(module: nn.Module) -> LayerType | None:
 def is_norm(module: nn.Module) -> bool:
     """A normalisation that may belong to the layer in front of it."""
     return isinstance(module, NORMS) or any(c.__name__ in NORM_NAMES for c in type(module).__mro__)
+
+
+def is_group_norm(module: nn.Module) -> bool:
+    """A normalisation of groups of channels, each by itself."""
+    return isinstance(module, nn.GroupNorm)
 
 
 def align_values(values: Tensor, dim: int, axis: int) -> Tensor:

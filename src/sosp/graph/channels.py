@@ -51,7 +51,7 @@ class ModuleCall:
     given: Ids  # (n,) what it computed
     out: Ids  # (m,) what leaves it
     index: Ids  # (m,) the place in ``given`` each one comes from, -1 for a zero: 0..n-1 unless it scatters already
-    through: Ids | None  # (n,) the input of a norm of single channels: what is zero before it is zero behind it
+    through: Ids | None  # (n, m) of a norm: the input channels of the group of each; zero behind it if all are zero
 
     @property
     def into(self) -> Ids:
@@ -65,7 +65,7 @@ class ModuleCall:
         if removed is not None:
             gone[:-1] |= removed
         if self.through is not None:
-            gone[:-1] |= zero[self.through]
+            gone[:-1] |= zero[self.through].all(axis=1)
         return gone[self.index]
 
 

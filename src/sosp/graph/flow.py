@@ -151,7 +151,10 @@ class Flow:
     def following_norms(self) -> dict[str, ModuleCall]:
         """Layer -> the norm whose input is its output."""
         by_input = {
-            tuple(c.through.tolist()): c for cuts in self.graph.calls.values() for c in cuts if c.through is not None
+            tuple(c.through[:, 0].tolist()): c
+            for cuts in self.graph.calls.values()
+            for c in cuts
+            if c.through is not None and c.module in self.norms
         }
         return {
             name: by_input[key]
@@ -221,12 +224,12 @@ class Flow:
         return found
 
     def dead_norms(self, removed: Mapping[str, Any], places: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:
-        """The norms of single channels that see nothing but zeros in some channels, and which."""
+        """The norms that see nothing but zeros in some channels (in whole groups of channels), and which."""
         gone = self.find_removed_outputs(removed, places)
         zero = self.graph.zeros(gone)
         found: dict[str, np.ndarray] = {}
         for name, cuts in self.graph.calls.items():
-            seen = [zero[c.through] for c in cuts if c.through is not None]
+            seen = [zero[c.through].all(axis=1) for c in cuts if c.through is not None]
             if len(seen) == len(cuts):
                 found[name] = np.logical_and.reduce(seen)
         return {n: torch.from_numpy(np.flatnonzero(dead)) for n, dead in found.items() if dead.any()}

@@ -172,6 +172,36 @@ def label_embedding(registry: TensorRegistry, call: OpCall, args: Any, kwargs: A
     return label_axis(known.ids, -1, call.shapes[0])
 
 
+def label_group_norm(registry: TensorRegistry, call: OpCall, args: Any, kwargs: Any) -> Labels | None:
+    """The channels of a group stay or go together; None where they cannot be followed or form one group."""
+    given = dict(zip(["input", "num_groups", "weight", "bias", "eps"], args, strict=False)) | kwargs
+    x, groups = given["input"], given["num_groups"]
+    ids = registry.channels(x, 1) if registry.labels(x) is not None else None
+    parameters = [p for key in ("weight", "bias") if (p := given.get(key)) is not None]
+    scales = [registry.channels(p, 0) for p in parameters]
+    if (
+        ids is None
+        or groups < 2
+        or any(
+            s is None or len(s) != len(ids) or id(p) not in registry.names
+            for p, s in zip(parameters, scales, strict=True)
+        )
+    ):
+        return None
+    together = spread_groups(ids, groups)
+    out = registry.graph.add_values(len(ids))
+    registry.graph.tie(together[:, :1], together)
+    for other in (out, *(s for s in scales if s is not None)):
+        registry.graph.tie(ids, other)
+    registry.graph.steps.append(Combination(out, (together,), (given.get("bias") is None,), False))
+    return label_axis(out, 1, call.shapes[0])
+
+
+def spread_groups(ids: Ids, groups: int) -> Ids:
+    """(n, m) the channels of the group of each of n channels."""
+    return np.repeat(ids.reshape(groups, -1), len(ids) // groups, axis=0)
+
+
 # Ops that treat channels one by one -----------------------------------------------------------------------------------
 
 Pairs = tuple[tuple[int, int], ...]  # (operand, its axis)

@@ -139,7 +139,8 @@ def _sizes(flow: Flow, layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
         elements = 0 if d.weight in layout.emptied else _elements(d, counts)
         if d.weight in params:
             params[d.weight] = elements
-        macs[d.module] = macs.get(d.module, 0) + round(elements * d.positions.get("eval", 0.0))
+        owner = d.module or d.weight.rpartition(".")[0]  # a weight that its module uses by hand (attention)
+        macs[owner] = macs.get(owner, 0) + round(elements * d.positions.get("eval", 0.0))
     return params, macs
 
 

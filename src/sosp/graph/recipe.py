@@ -16,6 +16,7 @@ from sosp.core.layers import (
     Scatter,
     ZeroLayer,
     find_layer_type,
+    is_group_norm,
     is_kept_part,
     is_norm,
     scatter_output,
@@ -88,6 +89,11 @@ def write_recipe(model: nn.Module, graph: Graph, layout: Layout, removed: Remove
         module: Any = model.get_submodule(name)
         if is_norm(module) and name not in passed and hasattr(module, "num_features"):
             _size(sizes, name, module, "num_features", int(counts[cuts[0].given].sum()))
+        elif is_group_norm(module):
+            given = counts[cuts[0].given]
+            _size(sizes, name, module, "num_channels", int(given.sum()))
+            groups = given.reshape(module.num_groups, -1).any(axis=1)
+            _size(sizes, name, module, "num_groups", int(groups.sum()))
         if placing is not None or "scatter" in module._modules:
             scatters[name] = placing
     for name in slices:

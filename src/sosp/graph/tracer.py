@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from sosp.core.layers import Scatter, find_channel_axis, find_layer_type, find_source, gives_known_zeros, is_norm
+from sosp.core.layers import (
+    Scatter,
+    find_channel_axis,
+    find_layer_type,
+    find_source,
+    gives_known_zeros,
+    is_group_norm,
+    is_norm,
+)
 from sosp.graph.channels import Combination, Graph, Ids, ModuleCall, OpRecord, TensorRegistry
 from sosp.graph.dataflow import (
     CUT,
@@ -39,7 +47,14 @@ from sosp.graph.labels import (
     label_axis,
     move_labels,
 )
-from sosp.graph.op_labels import DENSE, label_channelwise_op, label_dense_op, label_embedding
+from sosp.graph.op_labels import (
+    DENSE,
+    label_channelwise_op,
+    label_dense_op,
+    label_embedding,
+    label_group_norm,
+    spread_groups,
+)
 from sosp.graph.ops import (
     COMPOSITE,
     COUNTING,
@@ -227,6 +242,8 @@ class Tracer(TorchFunctionMode):
                 return [found], False
         if call.name == "embedding":
             return [label_embedding(self.registry, call, args, kwargs)], False
+        if call.name == "group_norm" and (found := label_group_norm(self.registry, call, args, kwargs)) is not None:
+            return [found], False
         given = {k: self.registry.labels(call.leaves[k]) for k in call.tensors}
         if all(x is None for x in given.values()) or (call.name in FACTORIES and not is_called_by_torch()):
             return [None] * len(call.shapes), False
@@ -343,7 +360,9 @@ class Tracer(TorchFunctionMode):
                 self.add_call(name.rpartition(".")[0], axis, args[0], output, self.read_index(name, module))
             elif gives_known_zeros(module):
                 self.label_zeros(self.sources.pop(), output)
-            elif "scatter" not in module._modules and (find_layer_type(module) or is_norm(module)):
+            elif "scatter" not in module._modules and (
+                find_layer_type(module) or is_norm(module) or is_group_norm(module)
+            ):
                 if isinstance(output, Tensor) and output.is_floating_point():
                     self.add_call(name, find_channel_axis(module, output), output, output, None)
             elif name and not isinstance(module, CONTAINERS) and (axis := self.find_padded_axis(output)) is not None:
@@ -383,7 +402,7 @@ class Tracer(TorchFunctionMode):
 
     def add_call(self, name: str, axis: int, computed: Tensor, output: Tensor, index: Ids | None) -> None:
         """A place where channels can be set to zero, dropped and scattered."""
-        norm = is_norm(self.registry.modules[name])
+        norm = is_norm(self.registry.modules[name]) or is_group_norm(self.registry.modules[name])
         labels = self.registry.labels(computed)
         given = labels.along(axis) if labels is not None and computed.dim() > axis else None
         if given is None and norm and index is None:
@@ -404,8 +423,11 @@ class Tracer(TorchFunctionMode):
         self.note_event(CUT, [computed], [output], [], moves=False)
 
     def find_norm_input(self, name: str, width: int) -> Ids | None:
-        """(n,) the input of a norm."""
+        """(n, m) the input of a norm: for each channel those it is normalised with."""
         x = next((a for a in self.inputs[name] if isinstance(a, Tensor)), None)
         labels = self.registry.labels(x) if x is not None and x.dim() > 1 else None
         found = labels.along(1) if labels is not None else None
-        return found if found is not None and len(found) == width else None
+        if found is None or len(found) != width:
+            return None
+        groups = getattr(self.registry.modules[name], "num_groups", width)
+        return spread_groups(found, groups) if width % groups == 0 else None

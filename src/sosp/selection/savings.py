@@ -155,7 +155,7 @@ def _label_call(call: ModuleCall, labels: Ids, own: Ids | None) -> Ids:
     """(m,) the labels of what leaves a layer or a norm."""
     found = labels[call.into]
     if call.through is not None:
-        through = np.append(labels[call.through], ALWAYS_ZERO)[call.index]
+        through = np.append(_merge_labels(labels[call.through].T), ALWAYS_ZERO)[call.index]
         found = np.where(through == NOBODY, found, through)
     if own is not None and len(own) == len(call.given):
         here = np.append(own, NOBODY)[call.index]
