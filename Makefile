@@ -54,6 +54,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "==> creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "==> installing sosp[dev,demo,docs] into $(VENV), versions from constraints.txt (a few minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo,docs]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchvision timm
 	@touch $@
 
 clean:  ## remove .venv, caches and build results
