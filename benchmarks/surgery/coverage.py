@@ -45,7 +45,11 @@ EXAMPLES, BATCH, FRESH_BATCH = 8, 4, 3
 FRESH_LENGTH = 17
 REPAIRED_EVERY = 16  # one of so many networks is also repaired
 MEMORY = 8 << 30  # bytes of a process
-WAYS: dict[str, dict[str, Any]] = {"default": {}, "coupled": {"groups": "coupled"}, "independent": {"groups": "independent"}}
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "coupled": {"groups": "coupled"},
+    "independent": {"groups": "independent"},
+}
 TOLERANCE = 1e-7  # of the largest output, in double precision; a thousand times what rounding does where that is more
 
 Record = dict[str, Any]
@@ -137,7 +141,9 @@ def run(model: nn.Module, inputs: Any, mode: str) -> list[Tensor]:
     """All floating-point tensors that a copy of the model returns."""
     model, inputs = copy.deepcopy(model).train(mode == "train"), copy.deepcopy(inputs)
     torch.manual_seed(networks.SEED)
-    outputs = model(**inputs) if isinstance(inputs, dict) else model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    outputs = (
+        model(**inputs) if isinstance(inputs, dict) else model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    )
     leaves = tree_leaves(outputs)
     leaves += [x for leaf in leaves if hasattr(leaf, "__dict__") for x in tree_leaves(vars(leaf))]
     return [x.double() for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
@@ -299,9 +305,16 @@ def write_page(records: list[Record]) -> str:
         lines.append(f"| {group} | {len(mine)} | " + " | ".join(str(count[w]) for w in words) + " |")
     rows = ["| network | " + " | ".join(f"{way}: MACs left" for way in WAYS) + " | seconds |", "|---|" + "---:|" * 4]
     for r in records:
-        shares = [f"{r[w]['left']:.2f}" if "left" in r.get(w, {}) else next((k for k in ("crash", "refused") if k in r.get(w, {})), "–") for w in WAYS]
+        shares = [
+            f"{r[w]['left']:.2f}"
+            if "left" in r.get(w, {})
+            else next((k for k in ("crash", "refused") if k in r.get(w, {})), "–")
+            for w in WAYS
+        ]
         rows.append(f"| {r['name']} | " + " | ".join(shares) + f" | {r['seconds']:.0f} |")
-    reasons = [f"- {len(where)} × {text.replace('|', '/')} ({', '.join(where[:3])})" for text, where in group_reasons(records)]
+    reasons = [
+        f"- {len(where)} × {text.replace('|', '/')} ({', '.join(where[:3])})" for text, where in group_reasons(records)
+    ]
     head = ["# Coverage", "", INTRODUCTION, "", f"Versions: {format_versions()}.", ""]
     return "\n".join([*head, *lines, "", "## Reasons", "", *reasons, "", "## Networks", "", *rows, ""])
 
@@ -345,6 +358,7 @@ def main() -> None:
         return
     torch.set_num_threads(1)  # before a child is forked
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    networks.import_packages()
     cover(chosen, args)
     records = list(load(args.results).values())
     for text, where in group_reasons(records):

@@ -5,6 +5,7 @@ A configuration is built by ``build(name)``; ``names()`` lists them as ``group/n
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +46,19 @@ def build(name: str) -> Network:
     remove_dropout(network.model)
     perturb(network.model)
     return Network(network.model.eval(), network.draw)
+
+
+def import_packages() -> None:
+    """Import what every network of a package needs, once for all processes that are forked."""
+    declare_torchvision_ops()
+    for module in (
+        "timm",
+        "torchvision.models",
+        "transformers.modeling_utils",
+        "transformers.models.auto.modeling_auto",
+    ):
+        importlib.import_module(module)
+    importlib.import_module("diffusers").UNet2DModel  # noqa: B018  # loads what the others need
 
 
 def declare_torchvision_ops() -> None:
@@ -175,8 +189,6 @@ def build_timm(name: str, options: Mapping[str, Any]) -> Network:
     model = timm.create_model(name, pretrained=False, num_classes=10, **options)
     fixed = model.default_cfg["input_size"][-1] if name.startswith(("crossvit",)) else 64
     return Network(model, partial(draw_images, px=options.get("img_size", fixed)))
-
-
 
 
 # diffusers ------------------------------------------------------------------------------------------------------------

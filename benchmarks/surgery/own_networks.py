@@ -63,7 +63,9 @@ class Squeezed(nn.Module):
     def __init__(self, into: int, out: int, stride: int) -> None:
         super().__init__()
         self.body = conv(into, out, 3, stride)
-        self.gate = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(out, out // 4, 1), nn.ReLU(), nn.Conv2d(out // 4, out, 1))
+        self.gate = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(out, out // 4, 1), nn.ReLU(), nn.Conv2d(out // 4, out, 1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.body(x)
@@ -121,7 +123,8 @@ class LinkDecoder(nn.Module):
         super().__init__()
         pairs = [(48, 32), (32, 24), (24, 16)]
         self.blocks = nn.ModuleList(
-            nn.Sequential(conv(a, a // 4, 1), nn.ConvTranspose2d(a // 4, a // 4, 4, 2, 1), conv(a // 4, b, 1)) for a, b in pairs
+            nn.Sequential(conv(a, a // 4, 1), nn.ConvTranspose2d(a // 4, a // 4, 4, 2, 1), conv(a // 4, b, 1))
+            for a, b in pairs
         )
 
     def forward(self, features: Sequence[Tensor]) -> Tensor:
@@ -139,7 +142,9 @@ class PyramidDecoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lateral = nn.ModuleList(nn.Conv2d(w, 24, 1) for w in WIDTHS)
-        self.smooth = nn.ModuleList(nn.Sequential(nn.Conv2d(24, 24, 3, 1, 1), nn.GroupNorm(4, 24), nn.ReLU()) for _ in WIDTHS)
+        self.smooth = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(24, 24, 3, 1, 1), nn.GroupNorm(4, 24), nn.ReLU()) for _ in WIDTHS
+        )
 
     def forward(self, features: Sequence[Tensor]) -> Tensor:
         levels = [layer(x) for layer, x in zip(self.lateral, features, strict=True)]
@@ -303,13 +308,26 @@ def grouped() -> nn.Module:
 
 
 def transposed() -> nn.Module:
-    layers = [conv(3, 24, 3, 2), conv(24, 32, 3, 2), nn.ConvTranspose2d(32, 24, 4, 2, 1), nn.BatchNorm2d(24), nn.PReLU(24)]
-    return nn.Sequential(*layers, nn.ConvTranspose2d(24, 16, 2, 2, groups=4), nn.InstanceNorm2d(16, affine=True), nn.Conv2d(16, 3, 3, 1, 1))
+    layers = [
+        conv(3, 24, 3, 2),
+        conv(24, 32, 3, 2),
+        nn.ConvTranspose2d(32, 24, 4, 2, 1),
+        nn.BatchNorm2d(24),
+        nn.PReLU(24),
+    ]
+    return nn.Sequential(
+        *layers,
+        nn.ConvTranspose2d(24, 16, 2, 2, groups=4),
+        nn.InstanceNorm2d(16, affine=True),
+        nn.Conv2d(16, 3, 3, 1, 1),
+    )
 
 
 def lenet() -> nn.Module:
     features = [nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.AdaptiveMaxPool2d(5)]
-    return nn.Sequential(*features, nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10))
+    return nn.Sequential(
+        *features, nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)
+    )
 
 
 def shared() -> nn.Module:
@@ -328,13 +346,17 @@ def dense_block() -> nn.Module:
             x = torch.cat([x, layer(x)], 1)
         return m.head(x.mean((2, 3)))
 
-    layers = nn.ModuleList(nn.Sequential(nn.BatchNorm2d(3 + 16 * k), nn.ReLU(), nn.Conv2d(3 + 16 * k, 16, 3, 1, 1)) for k in range(5))
+    layers = nn.ModuleList(
+        nn.Sequential(nn.BatchNorm2d(3 + 16 * k), nn.ReLU(), nn.Conv2d(3 + 16 * k, 16, 3, 1, 1)) for k in range(5)
+    )
     return Function(forward, layers=layers, head=nn.Linear(83, 5))
 
 
 def shuffled() -> nn.Module:
     layers = [conv(3, 32), conv(32, 64, 1, groups=4), nn.ChannelShuffle(4), conv(64, 64, 3, groups=64), conv(64, 48, 1)]
-    return nn.Sequential(*layers, nn.PixelShuffle(2), conv(12, 24), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 5))
+    return nn.Sequential(
+        *layers, nn.PixelShuffle(2), conv(12, 24), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 5)
+    )
 
 
 def pixel_embedding() -> nn.Module:
@@ -346,7 +368,9 @@ def pixel_embedding() -> nn.Module:
             y = y + block(y)
         return F.pixel_shuffle(m.up(y), 2) + enlarge(x, F.pixel_shuffle(m.up(y), 2))
 
-    blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(24, 32, 3, 1, 1), nn.ReLU(), nn.Conv2d(32, 24, 3, 1, 1)) for _ in range(3))
+    blocks = nn.ModuleList(
+        nn.Sequential(nn.Conv2d(24, 32, 3, 1, 1), nn.ReLU(), nn.Conv2d(32, 24, 3, 1, 1)) for _ in range(3)
+    )
     return Function(forward, a=nn.Conv2d(3, 24, 3, 1, 1), blocks=blocks, up=nn.Conv2d(24, 12, 3, 1, 1))
 
 

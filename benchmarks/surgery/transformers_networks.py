@@ -83,11 +83,15 @@ CAUSAL = _table(
     """gpt2 mamba mamba2 falcon_mamba rwkv bamba biogpt cohere cohere2 codegen ernie4_5 granite granitemoe
     lfm2 marian nanochat nemotron_h olmo3 olmoe pegasus recurrent_gemma solar_open xglm xlstm apertus arcee bitnet
     hunyuan_v1_dense""",
-    mamba2=MAMBA2, rwkv={"attention_hidden_size": 32},
+    mamba2=MAMBA2,
+    rwkv={"attention_hidden_size": 32},
 )
 MASKED = _table("MaskedLM", "roberta camembert bart mbart")
 ENCODERS = _table("", "dpr clip_text_model dinov3_vit clip_vision_model")
-SEQ2SEQ = _table("Seq2SeqLM", "blenderbot led longt5 m2m_100 mt5 switch_transformers t5gemma prophetnet pegasus_x fsmt t5 umt5 mvp plbart")
+SEQ2SEQ = _table(
+    "Seq2SeqLM",
+    "blenderbot led longt5 m2m_100 mt5 switch_transformers t5gemma prophetnet pegasus_x fsmt t5 umt5 mvp plbart",
+)
 LARGE = {"image_size": 64}
 STAGES |= LARGE
 IMAGES = _table(
@@ -101,9 +105,12 @@ IMAGES = _table(
     mobilevit=LARGE, cvt=LARGE, hgnet_v2=LARGE, mobilenet_v1=LARGE, mobilenet_v2=LARGE,
     swiftformer=LARGE, textnet=LARGE, pp_lcnet=LARGE,
 )  # fmt: skip
-SEGMENT = _table("SemanticSegmentation", "segformer-seg mobilevit-seg", segformer_seg=STAGES | {"decoder_hidden_size": 16})
+SEGMENT = _table(
+    "SemanticSegmentation", "segformer-seg mobilevit-seg", segformer_seg=STAGES | {"decoder_hidden_size": 16}
+)
 DETECT = _table(
-    "ObjectDetection", "detr conditional_detr deformable_detr yolos table-transformer",
+    "ObjectDetection",
+    "detr conditional_detr deformable_detr yolos table-transformer",
     **dict.fromkeys(["detr", "conditional_detr", "deformable_detr", "table_transformer"], BACKBONE),
 )
 VIDEO = _table("VideoClassification", "timesformer videomae vivit")

@@ -788,3 +788,62 @@ def test_ops_that_may_not_check_their_arguments_are_not_tried_out(
     assert "mixes the channels" in reason(flow)[2]
     mask = sosp.Mask.from_removed(model, {"conv1": [1], "conv2": [0, 2]}, x)
     check_close(sosp.shrink(model, mask, x), sosp.masked(model, mask), x)
+
+
+# --- weights that are turned around, and rows that are not there
+
+
+class Turned(nn.Linear):
+    """A layer that multiplies by its transposed weight itself; ``twice``: and uses that in another way too."""
+
+    twice = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.T
+        y = x @ weight + self.bias
+        return y + weight.sum(0) if self.twice else y
+
+
+class TurnedTwice(Turned):
+    twice = True
+
+
+@pytest.mark.parametrize(("layer", "columns"), [(Turned, 3), (TurnedTwice, 6)])
+def test_a_product_with_the_transposed_weight_is_the_layer(layer: type[Turned], columns: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(4, 6), nn.ReLU(), layer(6, 8), nn.ReLU(), nn.Linear(8, 2)).double().eval()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    assert sosp.count(model, x).macs == 4 * 6 + 6 * 8 + 8 * 2
+    mask = sosp.Mask.from_removed(model, {"0": [0, 2, 5], "2": [1]}, x)
+    small: Any = sosp.shrink(model, mask, x)
+    assert (small[0].out_features, small[2].in_features, small[2].out_features) == (3, columns, 7)
+    torch.testing.assert_close(small(x), sosp.masked(model, mask)(x), atol=1e-12, rtol=0)
+
+
+class Routed(nn.Module):
+    """Every row goes through the expert that its sum chooses: on some examples an expert has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.stem(x))
+        which = (x.sum(1) > 0).long()
+        found = torch.zeros_like(y)
+        for k, expert in enumerate(self.experts):
+            rows = (which == k).nonzero()[:, 0]
+            found = found.index_add(0, rows, expert(y[rows]))
+        return self.head(F.relu(found))
+
+
+def test_an_expert_without_rows_keeps_what_it_reads() -> None:
+    torch.manual_seed(0)
+    model, x = Routed().double().eval(), torch.rand(4, 4, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mask = sosp.Mask.from_removed(model, {"stem": [0, 1], "experts.1": [2]}, x)
+        small = sosp.shrink(model, mask, x)
+    for inputs in (x, -x):
+        torch.testing.assert_close(small(inputs), sosp.masked(model, mask)(inputs), atol=1e-12, rtol=0)

@@ -256,6 +256,7 @@ class TensorRegistry:
         self.values = values  # the numbers in integer buffers, by name
         self.modules = dict(model.named_modules())
         self.stack: list[str] = []  # the modules we are in
+        self.turned: dict[int, Tensor] = {}  # id of a transposed weight -> the weight
         self.lost: dict[int, str] = {}  # id of a tensor -> the op that made it of channels which it mixed
         self.fed: set[int] = set()  # ids of the tensors that depend on the network's input
         self.computed: set[int] = set()  # of those that more than its whole numbers have a part in

@@ -40,6 +40,8 @@ from sosp.graph.ops import (
     collect_numbers,
     find_op_name,
     find_raising_line,
+    is_turned_weight,
+    list_layer_parameters,
     run_op,
     skip_override_checks,
 )
@@ -169,8 +171,11 @@ class OtherPathError(RuntimeError):
 class DryRunMode(TorchFunctionMode):
     """Runs beside the record of the whole network, op by op; notes where shapes or the order of channels differ."""
 
-    def __init__(self, records: list[OpRecord], counts: np.ndarray, device: torch.device, decides: bool) -> None:
+    def __init__(
+        self, twin: nn.Module, records: list[OpRecord], counts: np.ndarray, device: torch.device, decides: bool
+    ) -> None:
         super().__init__()
+        self.layer_parameters = list_layer_parameters(twin)
         self.records, self.counts, self.device = records, counts, device
         self.decides = decides  # the code decides by values: it may take another way, or count other rows
         self.took_other_path = False  # it did, and what comes then cannot be compared
@@ -195,7 +200,7 @@ class DryRunMode(TorchFunctionMode):
         except Exception as error:
             return self.record_failure(self.next(name, error))
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        if not outputs:
+        if not outputs or is_turned_weight(name, args, self.layer_parameters):
             return result
         record = self.next(name, None)
         self.compare(record, collect_numbers(name, tree_leaves((args, kwargs))))
@@ -301,7 +306,7 @@ def compare_ops(
     ``decides``: the code decides by values. Where another way was taken, ``strayed``, the last of ``failed`` is there.
     """
     device = next((x.device for x in tree_leaves(inputs) if isinstance(x, Tensor)), torch.device("cpu"))
-    mode = DryRunMode(records, counts, device, decides)
+    mode = DryRunMode(twin, records, counts, device, decides)
 
     def rest(module: nn.Module, args: Any) -> None:
         mode.paused = True

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import resolve_name
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+
+from sosp.core.layers import find_layer_type
 
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 TRANSPOSED = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
@@ -203,6 +205,19 @@ DECOMPOSED: dict[str, Callable[..., Tensor]] = {
     "channel_shuffle": channel_shuffle,
     "pixel_shuffle": pixel_shuffle,
 }
+
+
+TURNS = frozenset({"T", "t", "mT", "transpose", "swapaxes", "swapdims", "adjoint"})
+
+
+def list_layer_parameters(model: nn.Module) -> set[int]:
+    """Return the identities of the parameters of layers."""
+    return {id(p) for m in model.modules() if find_layer_type(m) for p in m.parameters(recurse=False)}
+
+
+def is_turned_weight(name: str, args: Sequence[Any], layer_parameters: set[int]) -> bool:
+    """Return whether an op turns a layer's weight around, as in ``x @ layer.weight.T``: it has no record."""
+    return name in TURNS and bool(args) and id(args[0]) in layer_parameters and args[0].dim() == 2
 
 
 def name_arguments(name: str, args: Any, kwargs: Any) -> dict[str, Any]:

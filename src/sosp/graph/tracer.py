@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -72,12 +73,15 @@ from sosp.graph.ops import (
     find_op_name,
     find_user_line,
     is_called_by_torch,
+    is_turned_weight,
+    list_layer_parameters,
     probe_copies,
     run_op,
     skip_override_checks,
 )
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # a scatter in them would be one of their modules
+PRODUCTS = frozenset({"matmul", "__matmul__", "mm"})
 OutputLabels = tuple[list[Labels | None], bool]  # the labels of the outputs, and whether the op only moves elements
 
 
@@ -98,6 +102,7 @@ class Tracer(TorchFunctionMode):
         self.inputs: dict[str, Any] = {}  # module -> the arguments of its last call
         self.sources: list[Tensor] = []  # of modules that give zeros in their place
         self.paused = False
+        self.layer_parameters = list_layer_parameters(model)
         for x in list_tensors(inputs):
             self.registry.begin(x)
 
@@ -207,7 +212,11 @@ class Tracer(TorchFunctionMode):
     def follow(self, call: OpCall, result: Any, args: Any, kwargs: Any) -> None:
         """Label what came out, and keep a record of the op."""
         leaves, spec = tree_flatten(result)
-        found, moves = self.label_outputs(call, args, kwargs)
+        if is_turned_weight(call.name, args, self.layer_parameters):
+            self.registry.turned[id(result)] = args[0]
+            self.registry.put(result, None)
+            return
+        found, moves = self.label_outputs(*self.read_turned_weights(call, args), kwargs)
         given = tuple(self.registry.seen(call.leaves[k]) for k in call.tensors)
         where, mixed = find_user_line(), self.registry.find_mixing_op(call.leaves)
         if not mixed and any(x is not None for x in given):
@@ -234,6 +243,16 @@ class Tracer(TorchFunctionMode):
             )
         )
 
+    def read_turned_weights(self, call: OpCall, args: Any) -> tuple[OpCall, Any]:
+        """``x @ layer.weight.T`` is the layer's own op; used in any other way, a turned weight has labels."""
+        turned, registry = self.registry.turned, self.registry
+        if call.name in PRODUCTS and len(args) == 2 and id(args[1]) in turned and args[0].dim() > 1:
+            return replace(call, name="linear"), (args[0], turned[id(args[1])])
+        for x in call.leaves:
+            if id(x) in turned and (labels := registry.labels(turned.pop(id(x)))) is not None:
+                registry.put(x, Labels(labels.core.T, tuple(x.shape)))
+        return call, args
+
     def label_outputs(self, call: OpCall, args: Any, kwargs: Any) -> OutputLabels:
         """Layers by their weights; what moves elements or treats channels one by one; all else pins its input."""
         if call.name in DENSE:
@@ -245,6 +264,10 @@ class Tracer(TorchFunctionMode):
         if call.name == "group_norm" and (found := label_group_norm(self.registry, call, args, kwargs)) is not None:
             return [found], False
         given = {k: self.registry.labels(call.leaves[k]) for k in call.tensors}
+        if any(0 in shape for shape in call.shapes):
+            for k in call.tensors:
+                self.registry.pin_tensor(call.leaves[k], call.name, "on the example, nothing of it is taken here")
+            return [None] * len(call.shapes), False
         if all(x is None for x in given.values()) or (call.name in FACTORIES and not is_called_by_torch()):
             return [None] * len(call.shapes), False
         if call.name in DROPOUTS or (call.name in IDENTITY_OPS and len(call.shapes) == 1):
