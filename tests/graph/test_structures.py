@@ -932,3 +932,11 @@ def test_layers_that_share_a_parameter_stay(key: str, groups: str) -> None:
 def test_one_of_the_layers_that_share_a_parameter_can_lose_channels_if_the_other_is_excluded() -> None:
     found = sosp.find_structures(TiedAutoencoder(), torch.randn(2, 4), exclude=["decoder"])
     assert [layer.name for layer in found.layers] == ["fc1", "encoder.0", "encoder.2", "fc2"]
+
+
+def test_heads_that_share_rotary_embeddings_are_structures_of_their_own() -> None:
+    c = case("attention-frequencies")
+    found = sosp.find_structures(c.model, c.example, groups="coupled")
+    ids = dict(zip((layer.name for layer in found.layers), found.ids, strict=True))
+    assert [ids[name].tolist() for name in ("q", "k", "v")] == 3 * [4 * [int(ids["q"][0])] + 4 * [int(ids["q"][4])]]
+    assert ids["q"][0] != ids["q"][4]

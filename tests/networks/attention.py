@@ -129,6 +129,20 @@ class Rotary(Block):
         return out.transpose(1, 2).reshape(*x.shape[:-1], -1)
 
 
+class Frequencies(Rotary):
+    """The angles are computed from a frequency per pair of channels, the same for all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequency", torch.tensor([1.0, 0.1]))
+
+    def turn(self, x: Tensor) -> Tensor:
+        angle = torch.arange(5)[:, None] * self.frequency
+        angle = torch.cat([angle, angle], -1)
+        a, b = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+        return x * angle.cos() + torch.cat((-b, a), dim=-1) * angle.sin()
+
+
 class RelativeBias(Block):
     """A learned bias per head and distance."""
 
@@ -221,6 +235,7 @@ RECIPES: dict[str, Recipe] = {
         Grouped, (5, 3), LAYERS, narrows=[("proj", {"q": [4, 5, 6, 7], "k": [2, 3], "v": [2, 3]})], whole="proj"
     ),
     "attention-rotary": Recipe(Rotary, (5, 3), LAYERS, narrows=[("proj", heads(4, 5, 6, 7))], whole="proj"),
+    "attention-frequencies": Recipe(Frequencies, (5, 3), LAYERS, narrows=[("proj", heads(4, 5, 6, 7))], whole="proj"),
     "attention-bias": Recipe(RelativeBias, (5, 3), LAYERS, whole="proj"),
     "attention-multiquery": Recipe(MultiQuery, (5, 3), LAYERS, narrows=[("proj", "v")], whole="proj"),
     "attention-torch": Recipe(Multihead, (5, 3), "embed fc1 fc2 proj", narrows=[("fc2", "fc1"), ("proj", "fc2")]),

@@ -215,6 +215,8 @@ def label_channelwise_op(
     labelled = {k: x for k, x in given.items() if x is not None and x.varying}
     if not labelled:
         return None
+    for k in _find_spread_parameters(registry, labelled):
+        registry.pin(labelled.pop(k).numbers(), call.name, "one of its channels meets one of every head")
     alone = len(labelled) == 1 and len(next(iter(labelled.values())).varying) > 1
     out = (
         _label_outputs(registry, call, labelled) if alone else None
@@ -227,6 +229,16 @@ def label_channelwise_op(
             if x is not None and not x.varying and k not in labelled:
                 registry.pin(x.numbers(), call.name, "one channel is spread over many")
     return out
+
+
+def _find_spread_parameters(registry: TensorRegistry, labelled: dict[int, Labels]) -> list[int]:
+    """Operands made of parameters, each channel of which meets many: rotary embeddings, the same for all heads.
+
+    Tied to them, a channel of one head could only go with those of all heads, in all layers.
+    """
+    axes = {k: {d - len(x.shape) for d in x.varying} for k, x in labelled.items()}
+    fixed = {k for k, x in labelled.items() if registry.graph.is_parametric(x.numbers())}
+    return [k for k in fixed if any(axes[k] < axes[other] for other in axes.keys() - fixed)]
 
 
 def _label_outputs(registry: TensorRegistry, call: OpCall, labelled: dict[int, Labels]) -> list[Labels] | None:
