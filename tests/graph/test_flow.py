@@ -847,3 +847,29 @@ def test_an_expert_without_rows_keeps_what_it_reads() -> None:
         small = sosp.shrink(model, mask, x)
     for inputs in (x, -x):
         torch.testing.assert_close(small(inputs), sosp.masked(model, mask)(inputs), atol=1e-12, rtol=0)
+
+
+class Positions(nn.Module):
+    """As many numbers of positions, and of factors for them, as the input has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.table = nn.Embedding(5, 4), nn.Embedding(9, 4)
+        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.register_buffer("numbers", torch.arange(9))
+        self.register_buffer("factors", torch.linspace(1, 2, 9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        y = self.embed(x) + self.table(self.numbers[:length])
+        return self.head(F.relu(self.body(y * self.factors[:length, None])))
+
+
+def test_a_longer_input_finds_all_positions() -> None:
+    torch.manual_seed(0)
+    model, x = Positions().double().eval(), torch.zeros(2, 5, dtype=torch.long)
+    model.factors = model.factors.double()
+    mask = sosp.Mask.from_removed(model, {"body": [0, 3]}, x)
+    small = sosp.shrink(model, mask, x)
+    longer = torch.randint(5, (2, 8))
+    torch.testing.assert_close(small(longer), sosp.masked(model, mask)(longer), atol=1e-12, rtol=0)

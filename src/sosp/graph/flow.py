@@ -92,6 +92,7 @@ class Flow:
     def pins(self) -> Ids:
         """All values that must stay."""
         pins = [p.ids for p in (*self.graph.pins, *self.learned)]
+        pins.append(self._find_lone_parameters())
         known = np.unique(np.concatenate([np.array([ZERO, OPAQUE]), *pins]))
         return np.union1d(known, self._idle(known))
 
@@ -114,6 +115,13 @@ class Flow:
         text = format_path_warning(self.graph.decisions, self.unused_modules)
         if text is not None:
             warnings.warn(text, PathWarning, stacklevel=count_library_frames())
+
+    def _find_lone_parameters(self) -> Ids:
+        """Elements of parameters and buffers that meet no channel: a longer input may read more of them (positions)."""
+        parametric = np.frombuffer(self.graph.parametric, dtype=np.uint8).astype(bool)
+        met = np.zeros(self.graph.count, dtype=bool)
+        met[self.classes[~parametric]] = True
+        return np.flatnonzero(parametric & ~met[self.classes])
 
     def _idle(self, pins: Ids) -> Ids:
         """What layers compute that no output needs, kept by the code in its own way: a probe, an auxiliary loss."""
