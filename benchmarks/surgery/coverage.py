@@ -28,11 +28,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import coverage_networks as networks
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-import coverage_networks as networks
 import sosp
 
 HERE = Path(__file__).resolve().parent
@@ -331,7 +331,8 @@ INTRODUCTION = f"""\
 Small configurations of networks of torchvision, timm, transformers and diffusers and of our own, with random weights,
 are pruned with `sosp.prune(model, inputs, macs={BUDGET})`: by default, with coupled and with independent channels. The
 outputs of the smaller network are compared with those of `sosp.masked`, in double precision, on the example and on a
-fresh input of another batch size and length, in eval and in train mode. One network in {REPAIRED_EVERY} is also repaired.
+fresh input of another batch size and length, in eval and in train mode. One network in {REPAIRED_EVERY} is also
+repaired.
 
 Made with `benchmarks/surgery/coverage.py --table`. How: `benchmarks/README.md`."""
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 import own_networks
+import torch
 import transformers_networks
+from torch import Tensor, nn
+from transformers_networks import list_words
 
 SEED = 0
 Inputs = Tensor | dict[str, Any]
@@ -86,7 +86,7 @@ def remove_dropout(model: nn.Module) -> None:
 def perturb(model: nn.Module) -> None:
     """Biases, scales, running statistics and everything else that starts as a constant becomes random."""
     for p in model.parameters():
-        if p.is_floating_point() and (p.dim() < 2 or bool((p == p.reshape(-1)[0]).all())):
+        if p.is_floating_point() and (p.dim() < 2 or bool((p == p.reshape(-1)[:1]).all())):
             p.add_(0.1 * torch.randn_like(p))
     for name, b in model.named_buffers():
         if name.endswith("running_mean"):
@@ -110,10 +110,10 @@ TORCHVISION: dict[str, Any] = {
     **dict.fromkeys(["shufflenet_v2_x0_5", "shufflenet_v2_x1_0", "squeezenet1_0", "squeezenet1_1"], 64),
     **dict.fromkeys(["regnet_x_400mf", "regnet_y_400mf", "regnet_y_800mf", "efficientnet_b0", "densenet121"], 64),
     **dict.fromkeys(["convnext_tiny", "googlenet"], 64),
-    **{"inception_v3": 96, "swin_t": 64, "swin_v2_t": 64},
-    **dict.fromkeys(["fcn_resnet50", "deeplabv3_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"], 64),
+    "inception_v3": 96, "swin_t": 64, "swin_v2_t": 64,
+    **dict.fromkeys(["fcn_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"], 64),
     **dict.fromkeys(["fasterrcnn_mobilenet_v3_large_320_fpn", "fcos_resnet50_fpn", "retinanet_resnet50_fpn"], 64),
-    **{"ssdlite320_mobilenet_v3_large": 320},
+    "ssdlite320_mobilenet_v3_large": 320,
     **dict.fromkeys(["r3d_18", "mc3_18", "r2plus1d_18"], 32),
 }  # fmt: skip
 VIDEOS = ("r3d_18", "mc3_18", "r2plus1d_18")
@@ -143,8 +143,8 @@ def _parameters(models: Any, name: str) -> Any:
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 4}
 TIMM: dict[str, Any] = {
     **dict.fromkeys(
-        """lcnet_050 tinynet_e mobilenetv4_conv_small regnetx_002 regnety_002 regnetz_b16 convnext_atto convnextv2_atto
-        ghostnet_100 ghostnetv2_100 ghostnetv3_100 mobilevitv2_050 edgenext_xx_small hardcorenas_a efficientnet_lite0
+        list_words("""lcnet_050 tinynet_e mobilenetv4_conv_small regnetx_002 regnety_002 regnetz_b16 convnext_atto
+        convnextv2_atto ghostnet_100 ghostnetv2_100 ghostnetv3_100 mobilevitv2_050 edgenext_xx_small hardcorenas_a efficientnet_lite0
         mixnet_s rexnet_100 starnet_s1 repvit_m0_9 repghostnet_050 pvt_v2_b0 mobileone_s0 skresnet18 seresnet18
         legacy_seresnet18 poolformer_s12 poolformerv2_s12 hrnet_w18_small hgnet_tiny hgnetv2_b0 dla34 dla46_c dpn48b
         ese_vovnet19b_slim selecsls42 resnest14d ecaresnet26t resnet10t resnet14t resnet26d
@@ -154,13 +154,19 @@ TIMM: dict[str, Any] = {
         spnasnet_100 fbnetv3_b fbnetc_100 lambda_resnet26t caformer_s18 convformer_s18 tf_efficientnetv2_b0
         focalnet_tiny_srf xcit_nano_12_p16_224 fasternet_t0 shvit_s1 swiftformer_xs mambaout_femto
         rdnet_tiny nextvit_small repvgg_a0 xception41 vovnet39a cs3darknet_s gernet_s
-        resnetblur18 resnetaa34d mobilevit_xxs fastvit_t8 starnet_s050 csatv2""".split(), {}
+        resnetblur18 resnetaa34d mobilevit_xxs fastvit_t8 starnet_s050 csatv2"""),
+        {},
     ),
-    **dict.fromkeys("vit_tiny_patch16_224 deit_tiny_patch16_224 vit_base_patch16_clip_224 vit_base_patch16_siglip_224".split(), VIT),
-    **dict.fromkeys("deit3_small_patch16_224 beit_base_patch16_224 beitv2_base_patch16_224 cait_xxs24_224".split(), VIT),
-    **dict.fromkeys("eva02_tiny_patch14_224 vit_base_patch14_dinov2 vit_small_patch16_dinov3 flexivit_small".split(), VIT),
-    **dict.fromkeys("convit_tiny vit_relpos_small_patch16_224 vit_srelpos_small_patch16_224 naflexvit_base_patch16_gap".split(), VIT),
-    **dict.fromkeys("mixer_s32_224 gmlp_s16_224 resmlp_12_224".split(), {"img_size": 64}),
+    **dict.fromkeys(
+        list_words(
+            """vit_tiny_patch16_224 deit_tiny_patch16_224 vit_base_patch16_clip_224 vit_base_patch16_siglip_224
+            deit3_small_patch16_224 beit_base_patch16_224 beitv2_base_patch16_224 cait_xxs24_224 eva02_tiny_patch14_224
+            vit_base_patch14_dinov2 vit_small_patch16_dinov3 flexivit_small convit_tiny vit_relpos_small_patch16_224
+            vit_srelpos_small_patch16_224 naflexvit_base_patch16_gap"""
+        ),
+        VIT,  # nobody changes it
+    ),
+    **{name: {"img_size": 64} for name in list_words("mixer_s32_224 gmlp_s16_224 resmlp_12_224")},
     "swin_tiny_patch4_window7_224": {"img_size": 64, "embed_dim": 24, "depths": (1, 1, 2, 1), "window_size": 2},
     "swinv2_tiny_window8_256": {"img_size": 64, "embed_dim": 24, "depths": (1, 1, 2, 1), "window_size": 2},
     "swin_s3_tiny_224": {"img_size": 64, "embed_dim": 24, "depths": (1, 1, 2, 1), "window_size": (2, 2, 2, 2)},
@@ -197,34 +203,74 @@ SMALL_UNET = {
     "sample_size": 16, "block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 4,
 }  # fmt: skip
 CROSS = {"cross_attention_dim": 16, "attention_head_dim": 4, "in_channels": 4, "out_channels": 4} | SMALL_UNET
-TRANSFORMER = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "sample_size": 8, "patch_size": 2}
-CODER = {"block_out_channels": (16, 32), "norm_num_groups": 4}
+TRANSFORMER = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
+PATCHES = {"sample_size": 8, "patch_size": 2}
+LATENT_TRANSFORMER = TRANSFORMER | PATCHES | {"in_channels": 4, "norm_num_groups": 4}
+
+
+def choose_blocks(*kinds: str) -> dict[str, Any]:
+    """Two blocks on the way down and two on the way up."""
+    return {"down_block_types": kinds[:2], "up_block_types": kinds[2:]}
+
+
+CODER = {
+    "block_out_channels": (16, 32), "norm_num_groups": 4,
+    **choose_blocks(*["DownEncoderBlock2D"] * 2, *["UpDecoderBlock2D"] * 2),
+}  # fmt: skip
+IMAGE, LATENT = {"sample": (3, 16, 16)}, {"hidden_states": (4, 8, 8)}
+TEXT = {"encoder_hidden_states": ("length", 16)}
 DIFFUSERS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[Any, ...]]]] = {
-    "unet": ("UNet2DModel", SMALL_UNET | {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}, {"sample": (3, 16, 16)}),
+    "unet": ("UNet2DModel", SMALL_UNET | choose_blocks("DownBlock2D", "DownBlock2D", "UpBlock2D", "UpBlock2D"), IMAGE),
     "unet-attention": (
         "UNet2DModel",
-        SMALL_UNET | {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D"), "attention_head_dim": 8},
-        {"sample": (3, 16, 16)},
+        SMALL_UNET | {"attention_head_dim": 8}
+        | choose_blocks("DownBlock2D", "AttnDownBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+        IMAGE,
     ),
     "unet-resnet": (
         "UNet2DModel",
-        SMALL_UNET | {"down_block_types": ("DownBlock2D", "ResnetDownsampleBlock2D"), "up_block_types": ("ResnetUpsampleBlock2D", "UpBlock2D")},
-        {"sample": (3, 16, 16)},
+        SMALL_UNET | choose_blocks("DownBlock2D", "ResnetDownsampleBlock2D", "ResnetUpsampleBlock2D", "UpBlock2D"),
+        IMAGE,
     ),
     "unet-conditional": (
         "UNet2DConditionModel",
-        CROSS | {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")},
-        {"sample": (4, 16, 16), "encoder_hidden_states": ("length", 16)},
+        CROSS | choose_blocks("CrossAttnDownBlock2D", "DownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D"),
+        {"sample": (4, 16, 16), **TEXT},
     ),
-    "vae": ("AutoencoderKL", CODER | {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}, {"sample": (3, 16, 16)}),
-    "vae-tiny": ("AutoencoderTiny", {"encoder_block_out_channels": (16, 16), "decoder_block_out_channels": (16, 16), "num_encoder_blocks": (1, 1), "num_decoder_blocks": (1, 1)}, {"sample": (3, 16, 16)}),
-    "vq": ("VQModel", CODER | {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}, {"sample": (3, 16, 16)}),
-    "dit": ("DiTTransformer2DModel", TRANSFORMER | {"in_channels": 4, "num_embeds_ada_norm": 10, "norm_num_groups": 4}, {"hidden_states": (4, 8, 8)}),
-    "pixart": ("PixArtTransformer2DModel", TRANSFORMER | {"in_channels": 4, "cross_attention_dim": 32, "caption_channels": 16, "norm_num_groups": 4}, {"hidden_states": (4, 8, 8), "encoder_hidden_states": ("length", 16)}),
-    "transformer-2d": ("Transformer2DModel", {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 16, "num_layers": 2, "norm_num_groups": 4}, {"hidden_states": (16, 8, 8)}),
-    "prior": ("PriorTransformer", {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "embedding_dim": 16, "num_embeddings": 5, "additional_embeddings": 4}, {"hidden_states": (16,), "proj_embedding": (16,), "encoder_hidden_states": (5, 16)}),
-    "sd3": ("SD3Transformer2DModel", {"sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 16, "caption_projection_dim": 32, "pooled_projection_dim": 16, "out_channels": 4, "pos_embed_max_size": 8}, {"hidden_states": (4, 8, 8), "encoder_hidden_states": ("length", 16), "pooled_projections": (16,)}),
-    "unet-1d": ("UNet1DModel", {"block_out_channels": (16, 32), "down_block_types": ("DownBlock1DNoSkip", "DownBlock1D"), "up_block_types": ("UpBlock1D", "UpBlock1DNoSkip"), "extra_in_channels": 32, "sample_size": 32}, {"sample": (2, 32)}),
+    "unet-1d": (
+        "UNet1DModel",
+        {"block_out_channels": (16, 32), "extra_in_channels": 32, "sample_size": 32}
+        | choose_blocks("DownBlock1DNoSkip", "DownBlock1D", "UpBlock1D", "UpBlock1DNoSkip"),
+        {"sample": (2, 32)},
+    ),
+    "vae": ("AutoencoderKL", CODER, IMAGE),
+    "vq": ("VQModel", CODER, IMAGE),
+    "vae-tiny": (
+        "AutoencoderTiny",
+        {f"{half}_block_out_channels": (16, 16) for half in ("encoder", "decoder")}
+        | {f"num_{half}_blocks": (1, 1) for half in ("encoder", "decoder")},
+        IMAGE,
+    ),
+    "dit": ("DiTTransformer2DModel", LATENT_TRANSFORMER | {"num_embeds_ada_norm": 10}, LATENT),
+    "pixart": (
+        "PixArtTransformer2DModel",
+        LATENT_TRANSFORMER | {"cross_attention_dim": 32, "caption_channels": 16},
+        LATENT | TEXT,
+    ),
+    "transformer-2d": (
+        "Transformer2DModel", TRANSFORMER | {"in_channels": 16, "norm_num_groups": 4}, {"hidden_states": (16, 8, 8)},
+    ),
+    "prior": (
+        "PriorTransformer",
+        TRANSFORMER | {"embedding_dim": 16, "num_embeddings": 5, "additional_embeddings": 4},
+        {"hidden_states": (16,), "proj_embedding": (16,), "encoder_hidden_states": (5, 16)},
+    ),
+    "sd3": (
+        "SD3Transformer2DModel",
+        TRANSFORMER | PATCHES | dict.fromkeys(["joint_attention_dim", "pooled_projection_dim"], 16)
+        | {"in_channels": 4, "out_channels": 4, "caption_projection_dim": 32, "pos_embed_max_size": 8},
+        LATENT | TEXT | {"pooled_projections": (16,)},
+    ),
 }  # fmt: skip
 STEPPED = {"AutoencoderKL", "AutoencoderTiny", "VQModel", "Transformer2DModel"}  # take no time step
 

@@ -425,7 +425,10 @@ TABLE: dict[str, tuple[Callable[[], nn.Module], Draw]] = {
     },
     **{
         f.__name__: (f, _images)
-        for f in (concat, split, concat_split, reshape, parameters, grouped, transposed, lenet, shared, dense_block, shuffled, pixel_embedding)
+        for f in (
+            *(concat, split, concat_split, reshape, parameters, grouped, transposed, lenet, shared, dense_block),
+            *(shuffled, pixel_embedding),
+        )
     },
     "two_inputs": (two_inputs, lambda batch, length: {key: _images(batch, length) for key in "xy"}),
     "torch_encoder": (lambda: torch_encoder(False), _sequences),

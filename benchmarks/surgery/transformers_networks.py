@@ -12,43 +12,47 @@ from torch import Tensor, nn
 Inputs = dict[str, Tensor]
 Draw = Callable[[int, int], Inputs]
 
+
+def list_words(text: str) -> list[str]:
+    """Return the words of a table that is written as text."""
+    return text.split()
+
+
 VOCABULARY = 50
+WIDTHS = """hidden_size d_model n_embd dim embed_dim emb_dim embedding_size word_embed_proj_dim encoder_hidden_size
+projection_dim embedding_dim d_embed decoder_hidden_size lru_width hidden_dim d_decoder"""
+INNER = """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner ffn_hidden_size dim_feedforward
+d_inner moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size dff mlp_hidden_size ff_dim"""
+DEPTHS = """num_hidden_layers n_layer num_layers encoder_layers decoder_layers n_layers num_decoder_layers
+num_encoder_layers"""
+HEADS = """num_attention_heads n_head num_heads n_heads encoder_attention_heads decoder_attention_heads
+num_decoder_attention_heads linear_num_value_heads"""
+LENGTHS = """n_positions max_position_embeddings n_ctx max_seq_len max_sequence_length max_target_positions
+max_encoder_position_embeddings max_decoder_position_embeddings"""
+HEAD_SIZES = """head_dim d_kv attention_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim linear_key_head_dim
+linear_value_head_dim"""
+FOURS = "num_local_experts num_experts n_routed_experts moe_num_experts num_frames rotary_dim"
+TWOS = "num_key_value_heads linear_num_key_heads num_experts_per_tok type_vocab_size mamba_expand"
+RANKS = "q_lora_rank kv_lora_rank classifier_proj_size num_mel_bins feature_projection_input_dim"
 SMALL: dict[str, Any] = {
-    **dict.fromkeys(
-        "hidden_size d_model n_embd dim embed_dim emb_dim embedding_size word_embed_proj_dim encoder_hidden_size"
-        " projection_dim embedding_dim d_embed decoder_hidden_size lru_width hidden_dim".split(), 32,
-    ),
-    **dict.fromkeys(
-        "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner ffn_hidden_size dim_feedforward d_inner"
-        " moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size dff mlp_hidden_size"
-        " expert_ffn_hidden_size ff_dim".split(), 48,
-    ),
-    **dict.fromkeys(
-        "num_hidden_layers n_layer num_layers encoder_layers decoder_layers n_layers num_decoder_layers"
-        " num_encoder_layers".split(), 2,
-    ),
-    **dict.fromkeys(
-        "num_attention_heads n_head num_heads n_heads encoder_attention_heads decoder_attention_heads"
-        " num_decoder_attention_heads".split(), 4,
-    ),
-    **{"num_key_value_heads": 2, "head_dim": 8, "d_kv": 8, "attention_head_dim": 8, "vocab_size": VOCABULARY},
-    **{"n_positions": 64, "max_position_embeddings": 64, "n_ctx": 64, "max_seq_len": 64, "max_sequence_length": 64},
-    **{"type_vocab_size": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "image_size": 32, "patch_size": 8},
-    **{"num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_num_experts": 4},
-    **{"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 16},
-    **{"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "state_size": 8},
-    **{"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2},
-    **{"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "apply_spec_augment": False},
-    **{"mask_time_prob": 0.0, "num_labels": 5, "use_cache": False, "num_frames": 4, "rotary_dim": 4, "classifier_proj_size": 16},
-    **{"num_mel_bins": 16, "max_source_positions": 60, "max_target_positions": 64, "d_decoder": 32, "attention_window": 8},
-    **{"mamba_expand": 2, "mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "n_groups": 1},
-    **{"decoder_attention_heads": 4, "tubelet_size": [2, 8, 8], "entity_vocab_size": 20, "pronunciation_vocab_size": 20, "shape_vocab_size": 20,
-    "src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY, "max_encoder_position_embeddings": 64,
-    "max_decoder_position_embeddings": 64, "feature_projection_input_dim": 16, "num_hash_buckets": 50, "is_decoder": False, "use_mamba_kernels": False},
+    **dict.fromkeys(list_words(WIDTHS), 32), **dict.fromkeys(list_words(INNER), 48),
+    **dict.fromkeys(list_words(DEPTHS), 2), **dict.fromkeys(list_words(HEADS), 4),
+    **dict.fromkeys(list_words(LENGTHS), 64), **dict.fromkeys(list_words(HEAD_SIZES), 8),
+    **dict.fromkeys(list_words("vocab_size src_vocab_size tgt_vocab_size num_hash_buckets"), VOCABULARY),
+    **dict.fromkeys(list_words("entity_vocab_size pronunciation_vocab_size shape_vocab_size"), 20),
+    **dict.fromkeys(list_words(FOURS), 4),
+    **dict.fromkeys(list_words("n_group topk_group n_shared_experts first_k_dense_replace mamba_n_groups n_groups"), 1),
+    **dict.fromkeys(list_words(RANKS), 16),
+    **dict.fromkeys(list_words("patch_size state_size mamba_d_state mamba_n_heads mamba_d_head attention_window"), 8),
+    **dict.fromkeys(list_words(TWOS), 2),
+    "num_labels": 5, "image_size": 32, "max_source_positions": 60, "tubelet_size": [2, 8, 8],
+    "num_feat_extract_layers": 2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False, "mask_time_prob": 0.0,
+    "conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "apply_spec_augment": False,
+    "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
 }  # fmt: skip
 MAMBA2 = {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1, "chunk_size": 8}
 PYRAMID = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 2, "image_size": 32, "patch_size": 4}
-AUDIO = {"conv_kernel": (10, 3), "conv_stride": (5, 2)}
 STAGES = {"hidden_sizes": [16, 24, 32, 48], "depths": [1, 1, 1, 1]}
 BACKBONE = {
     "use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "num_queries": 5,
@@ -101,7 +105,8 @@ IMAGES = _table(
     swinv2 textnet vit vit_msn siglip clip pp_lcnet data2vec-vision""",
     convnext=STAGES, convnextv2=STAGES, regnet=STAGES, resnet=STAGES | {"embedding_size": 16, "layer_type": "basic"},
     swin=PYRAMID, swinv2=PYRAMID, donut_swin=PYRAMID, focalnet={"embed_dim": 16, "depths": [1, 1], "image_size": 32},
-    bit=STAGES | {"embedding_size": 16, "num_groups": 4}, poolformer=STAGES, segformer=STAGES | {"decoder_hidden_size": 16},
+    bit=STAGES | {"embedding_size": 16, "num_groups": 4}, poolformer=STAGES,
+    segformer=STAGES | {"decoder_hidden_size": 16},
     mobilevit=LARGE, cvt=LARGE, hgnet_v2=LARGE, mobilenet_v1=LARGE, mobilenet_v2=LARGE,
     swiftformer=LARGE, textnet=LARGE, pp_lcnet=LARGE,
 )  # fmt: skip
@@ -120,7 +125,6 @@ SPEECH = _table(
     " audio-spectrogram-transformer",
     audio_spectrogram_transformer={"max_length": 24, "num_mel_bins": 16},
 )
-RECOGNISE = _table("SpeechSeq2Seq", "speech_to_text speecht5 whisper-seq2seq")
 
 
 def _draw_tokens(batch: int, length: int) -> Inputs:
@@ -177,7 +181,7 @@ def build_transformer(name: str, entry: tuple[str, Mapping[str, Any]]) -> tuple[
     import transformers
 
     task, options = entry
-    kind = name.removesuffix("-seg").removesuffix("-seq2seq")
+    kind = name.removesuffix("-seg")
     config = _shrink_config(type(transformers.AutoConfig.for_model(kind)), options)
     config._attn_implementation = "eager"
     auto = getattr(transformers, f"AutoModelFor{task}" if task else "AutoModel")

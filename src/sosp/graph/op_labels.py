@@ -238,7 +238,8 @@ def _find_spread_parameters(registry: TensorRegistry, labelled: dict[int, Labels
     """
     axes = {k: {d - len(x.shape) for d in x.varying} for k, x in labelled.items()}
     fixed = {k for k, x in labelled.items() if registry.graph.is_parametric(x.numbers())}
-    return [k for k in fixed if any(axes[k] < axes[other] for other in axes.keys() - fixed)]
+    heads = {k for k in axes.keys() - fixed if len(labelled[k].numbers()) == labelled[k].core.numel()}
+    return [k for k in fixed if any(axes[k] < axes[other] for other in heads)]
 
 
 def _label_outputs(registry: TensorRegistry, call: OpCall, labelled: dict[int, Labels]) -> list[Labels] | None:
