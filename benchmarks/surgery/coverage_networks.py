@@ -144,8 +144,8 @@ VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads"
 TIMM: dict[str, Any] = {
     **dict.fromkeys(
         list_words("""lcnet_050 tinynet_e mobilenetv4_conv_small regnetx_002 regnety_002 regnetz_b16 convnext_atto
-        convnextv2_atto ghostnet_100 ghostnetv2_100 ghostnetv3_100 mobilevitv2_050 edgenext_xx_small hardcorenas_a efficientnet_lite0
-        mixnet_s rexnet_100 starnet_s1 repvit_m0_9 repghostnet_050 pvt_v2_b0 mobileone_s0 skresnet18 seresnet18
+        convnextv2_atto ghostnet_100 ghostnetv2_100 ghostnetv3_100 mobilevitv2_050 edgenext_xx_small hardcorenas_a
+        efficientnet_lite0 mixnet_s rexnet_100 starnet_s1 repvit_m0_9 repghostnet_050 pvt_v2_b0 mobileone_s0 skresnet18 seresnet18
         legacy_seresnet18 poolformer_s12 poolformerv2_s12 hrnet_w18_small hgnet_tiny hgnetv2_b0 dla34 dla46_c dpn48b
         ese_vovnet19b_slim selecsls42 resnest14d ecaresnet26t resnet10t resnet14t resnet26d
         gcresnext26ts nf_resnet26 nf_regnet_b0 nfnet_l0 cspdarknet53 cspresnet50 darknetaa53

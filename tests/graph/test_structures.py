@@ -284,6 +284,28 @@ class Tokens(nn.Module):
         return self.head(F.relu(self.fc(x)).mean(1))
 
 
+class Numbered(nn.Embedding):
+    """Positions of tokens, and their embeddings."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(x.shape[1])
+        return super().forward(positions), positions
+
+
+def test_an_embedding_that_returns_several_things() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions, self.fc, self.head = Numbered(9, 4), nn.Linear(4, 6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(F.relu(self.fc(self.positions(x)[0])) * x[..., None])
+
+    found = sosp.find_structures(Net(), torch.ones(2, 5))
+    assert [layer.name for layer in found.layers] == ["fc"]
+    assert found.wiring["fc"] == ("<input>",)
+
+
 def test_networks_of_tokens() -> None:
     structures = sosp.find_structures(Tokens(), torch.tensor([[1, 2, 3], [4, 5, 6]]))
     assert [layer.name for layer in structures.layers] == ["fc"]

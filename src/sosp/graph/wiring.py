@@ -77,12 +77,14 @@ class Recorder:
         return hook
 
     def embedding(self, tag: Tensor) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            marked = output * tag.to(output.dtype)
+        def mark(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                return x
+            marked = x * tag.to(x.dtype)
             self.inputs.add(marked.grad_fn)
             return marked
 
-        return hook
+        return lambda module, args, output: tree_map(mark, output)  # one of the user's may return several
 
     def norm(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
