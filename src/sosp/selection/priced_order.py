@@ -27,7 +27,7 @@ from sosp.selection.savings import Savings
 SAVING_POWER = 0.75  # below 1: many cheap removals cost more together than their sum
 CROWDING_POWER = 2
 STEPS = {"cpu": 8, "cuda": 32}  # widths that are multiples of this are fast there
-LEAST_STEPS = 4  # of the width of a layer: narrow ones have smaller steps
+LEAST_STEPS = 8  # of the width of a layer: narrow ones have smaller steps
 
 
 def order_by_price(
