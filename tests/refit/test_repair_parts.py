@@ -190,9 +190,9 @@ def test_a_layer_that_alone_reads_another() -> None:
 # --- least squares --------------------------------------------------------------------------------------
 
 
-def equations(R: int = 80, K: int = 6, C: int = 3, seed: int = 0) -> LayerEquations:
+def equations(R: int = 80, K: int = 6, C: int = 3, seed: int = 0, level: float = 0.1) -> LayerEquations:
     X, now = noise(1, R, K, seed=seed) * torch.arange(1, K + 1) + 2, noise(R, C, seed=seed + 1)
-    return LayerEquations(X, now, now + X[0] @ noise(K, C, seed=7) + 0.5 + 0.1 * noise(R, C, seed=seed + 2))
+    return LayerEquations(X, now, now + X[0] @ noise(K, C, seed=7) + 0.5 + level * noise(R, C, seed=seed + 2))
 
 
 @pytest.mark.parametrize("rows", [80, 4])  # with fewer rows than unknowns, in another way
@@ -220,8 +220,13 @@ def test_regularisations_with_which_nothing_can_be_solved_are_left_out() -> None
     assert inputs.solve(right, [-1.0]) == {}
 
 
-def test_the_ridge_is_the_best_on_rows_held_out() -> None:
-    e, held = equations(12, 10), equations(200, 10, seed=3)
+@pytest.mark.parametrize("most", [0, 512])  # unknowns with which all are tried
+@pytest.mark.parametrize(("rows", "level"), [(12, 0.1), (12, 30.0), (400, 0.0)])
+def test_the_ridge_is_the_best_on_rows_held_out(
+    monkeypatch: pytest.MonkeyPatch, rows: int, level: float, most: int
+) -> None:
+    monkeypatch.setattr(least_squares, "MANY_UNKNOWNS", most)
+    e, held = equations(rows, 10, level=level), equations(200, 10, seed=3, level=level)
     best = fit_weights(e, held, build_squared_error(FULL_RANGE), StandardisedInputs(e.X, intercept=True))
     assert best is not None
     errors = {}

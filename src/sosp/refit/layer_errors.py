@@ -18,7 +18,7 @@ class ErrorMeasure:
     So fitting to the targets lowers the error, and where they depend on the outputs, again and again.
     """
 
-    error: Callable[[Tensor, Tensor], Tensor]  # of (R, C) outputs and targets: 1 for the best constant outputs
+    error: Callable[[Tensor, Tensor], Tensor]  # (...) of (..., R, C) outputs, (R, C) targets; the best constants give 1
     towards: Callable[[Tensor, Tensor], Tensor] | None = None  # (R, C) from both; None: the targets as they are
 
 
@@ -28,7 +28,7 @@ def build_squared_error(clip: Range) -> ErrorMeasure:
 
     def error(outputs: Tensor, target: Tensor) -> Tensor:
         y, t = outputs.clamp(low, high).double(), target.clamp(low, high).double()
-        return _share((y - t).square().sum(), (t - t.mean(0)).square().sum())
+        return _share((y - t).square().sum((-2, -1)), (t - t.mean(0)).square().sum())
 
     def towards(outputs: Tensor, target: Tensor) -> Tensor:
         found = torch.where(target <= low, outputs.clamp_max(low), target)
@@ -41,9 +41,9 @@ def build_divergence() -> ErrorMeasure:
     """Of Kullback and Leibler, for logits. A softmax has a slope of at most 1/2: 2 (p - q) does not go too far."""
 
     def error(outputs: Tensor, target: Tensor) -> Tensor:
-        p, q = target.double().log_softmax(1), outputs.double().log_softmax(1)
+        p, q = target.double().log_softmax(-1), outputs.double().log_softmax(-1)
         mean = p.exp().mean(0).log()
-        return _share((p.exp() * (p - q)).sum(), (p.exp() * (p - mean)).sum())
+        return _share((p.exp() * (p - q)).sum((-2, -1)), (p.exp() * (p - mean)).sum())
 
     def towards(outputs: Tensor, target: Tensor) -> Tensor:
         return outputs + 2 * (target.softmax(1) - outputs.softmax(1))

@@ -15,7 +15,10 @@ RIDGES = (1e-10, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 STEPS = 20  # at most, towards targets that depend on the outputs
 BLOCK = 8192  # rows that are multiplied at once, in the precision of the data; sums are in double
 CONSTANT = 1e-6  # an input that varies less than this, beside the others, is no input
-FACTORS = 2**26  # numbers of the matrices that are factorised side by side
+FACTORS = 2**26  # numbers of the matrices that are factorised together
+KEPT = 4  # factors at least
+MANY_UNKNOWNS = 512
+TRIALS = 2**24  # numbers of the outputs that are compared together
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +58,23 @@ class RidgeSearch:
         self.rows, self.held, self.measure, self.inputs = rows, held, measure, inputs
         self.Z = inputs.of(held.X)
 
-    def over_ridges(self) -> LayerFit | None:
+    def over_ridges(self, ridges: Sequence[float] = RIDGES) -> LayerFit | None:
+        """Of all; with many unknowns, from the middle on as long as the error falls."""
         right, shift = self.inputs.right_side(self.rows.target - self.rows.now)
-        return self.best(self.inputs.solve(right, RIDGES), shift)
+        middle = len(ridges) // 2
+        few = len(ridges) <= 3 or self.inputs.A.shape[-1] <= MANY_UNKNOWNS
+        low, high = (0, len(ridges)) if few else (middle - 1, middle + 2)
+        best = self.best(self.inputs.solve(right, ridges[low:high]), shift)
+        if best is None or best.ridge == ridges[high - 1]:
+            further = ridges[high:]
+        else:
+            further = ridges[:low][::-1] if best.ridge == ridges[low] else ()
+        for ridge in further:
+            new = self.best(self.inputs.solve(right, [ridge]), shift)
+            if best is not None and (new is None or not new.after < best.after):
+                break
+            best = new
+        return best
 
     def towards(self, best: LayerFit, targets: Callable[[Tensor, Tensor], Tensor]) -> LayerFit:
         """Move the targets along with the outputs, as long as that helps."""
@@ -76,13 +93,18 @@ class RidgeSearch:
         """Of changes with several regularisations."""
         if not changes:
             return None
-        errors = [self.error(change, shift) for change in changes.values()]
-        after, ridge = min(zip(torch.stack(errors).nan_to_num(torch.inf).tolist(), changes, strict=True))
+        after, ridge = min(zip(self.errors(list(changes.values()), shift), changes, strict=True))
         delta = changes[ridge] * self.inputs.scale.mT
         return LayerFit(delta.mT, shift - compute_outputs(self.inputs.mean, delta)[0], ridge, after)
 
-    def error(self, change: Tensor, shift: Tensor) -> Tensor:
-        return self.measure.error(self.held.now + compute_outputs(self.Z, change) + shift, self.held.target)
+    def errors(self, changes: list[Tensor], shift: Tensor) -> list[float]:
+        """On the rows held out, of as many changes together as there is room for."""
+        start, size = self.held.now + shift, max(1, TRIALS // self.held.now.numel())
+        some = [torch.stack(changes[k : k + size]) for k in range(0, len(changes), size)]
+        outputs = (multiply_each(self.Z, change).movedim(1, 2).flatten(2) for change in some)
+        errors = torch.cat([self.measure.error(start + y, self.held.target) for y in outputs])
+        found: list[float] = errors.nan_to_num(torch.inf).tolist()
+        return found
 
 
 class StandardisedInputs:
@@ -113,20 +135,26 @@ class StandardisedInputs:
         found: dict[float, Tensor] = {}
         size = max(1, FACTORS // self.A.numel())
         for some in (ridges[k : k + size] for k in range(0, len(ridges), size)):
-            regular = {ridge: factor for ridge in some if (factor := self._factor(ridge, some)) is not None}
+            self._factorise([ridge for ridge in some if ridge not in self.factors], max(size, KEPT))
+            regular = {ridge: factor for ridge in some if (factor := self.factors[ridge]) is not None}
             if regular:
-                solved = torch.cholesky_solve(right, torch.stack(list(regular.values()))).to(self.Z.dtype)
-                found |= zip(regular, solved if self.primal else self.Z.mT @ solved, strict=True)
+                first, *others = regular.values()
+                solved = torch.cholesky_solve(right, torch.stack([first, *others]) if others else first[None])
+                solved = solved.to(self.Z.dtype)
+                found |= zip(regular, solved if self.primal else multiply_each(self.Z.mT, solved), strict=True)
         return found
 
-    def _factor(self, ridge: float, some: Sequence[float]) -> Tensor | None:
-        """Kept, with those computed beside it: targets that move are solved for again and again."""
-        if ridge not in self.factors:
-            eye = torch.eye(self.A.shape[-1], dtype=self.A.dtype, device=self.A.device)
-            factors, singular = torch.linalg.cholesky_ex(torch.stack([self.A + r * eye for r in some]))
-            wrong = singular.flatten(1).any(1).tolist()
-            self.factors = {r: None if bad else L for r, bad, L in zip(some, wrong, factors, strict=True)}
-        return self.factors[ridge]
+    def _factorise(self, ridges: Sequence[float], most: int) -> None:
+        """All at once. The newest ones are kept: targets that move are solved for again and again."""
+        if not ridges:
+            return
+        sums = torch.stack([self.A] * len(ridges))
+        sums.diagonal(dim1=-2, dim2=-1).add_(sums.new_tensor(ridges)[:, None, None])
+        factors, singular = torch.linalg.cholesky_ex(sums)
+        wrong = singular.flatten(1).any(1).tolist()
+        self.factors |= {r: None if bad else L for r, bad, L in zip(ridges, wrong, factors, strict=True)}
+        for old in list(self.factors)[:-most]:
+            del self.factors[old]
 
 
 def split_groups(x: Tensor, G: int) -> Tensor:
@@ -139,10 +167,19 @@ def compute_outputs(X: Tensor, weights: Tensor) -> Tensor:
     return (X @ weights).movedim(0, 1).flatten(1)
 
 
+def multiply_each(M: Tensor, N: Tensor) -> Tensor:
+    """(S, G, A, C) from (G, A, B) and (S, G, B, C), in one product that leaves the first factor where it is."""
+    S, G, B, C = N.shape
+    return (M @ N.permute(1, 2, 0, 3).reshape(G, B, S * C)).unflatten(2, (S, C)).permute(2, 0, 1, 3)
+
+
 def products(Z: Tensor, E: Tensor) -> Tensor:
     """``1/R sum_r z_r e_r^T``, (G, K, C), in double."""
     R = Z.shape[1]
-    total = torch.zeros(len(Z), Z.shape[2], E.shape[2], dtype=torch.float64, device=Z.device)
-    for k in range(0, R, BLOCK):
-        total += Z[:, k : k + BLOCK].mT @ E[:, k : k + BLOCK]
+    blocks = R // BLOCK
+    end = blocks * BLOCK
+    total = (Z[:, end:].mT @ E[:, end:]).double()
+    if blocks:
+        first, second = (x[:, :end].unflatten(1, (blocks, BLOCK)) for x in (Z, E))
+        total += (first.mT @ second).sum(1, dtype=torch.float64)
     return total / R

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 from torch import Tensor
 
 from sosp.refit.activations import Activation
 from sosp.refit.layer_errors import ErrorMeasure
-from sosp.refit.least_squares import RIDGES, LayerEquations, LayerFit, StandardisedInputs, compute_outputs, split_groups
+from sosp.refit.least_squares import (
+    RIDGES,
+    LayerEquations,
+    LayerFit,
+    RidgeSearch,
+    StandardisedInputs,
+    compute_outputs,
+    split_groups,
+)
 
 STEPS = 6  # at most
 DAMPING = 0.1  # of the second layer's weights
@@ -34,11 +43,6 @@ class TwoLayerEquations:
     present: Tensor  # (R, C2) what is there now
     rest: Tensor  # (R, C2) what is there without its weights
 
-    @property
-    def wanted(self) -> Tensor:
-        """(R, C2) what the second layer's weights should give."""
-        return self.target - self.rest
-
     def inputs(self, hidden: Tensor) -> Tensor:
         """(G, R, K) of the second layer, from (n, C) values it reads."""
         full = hidden.new_zeros(len(self.target) * self.taps, hidden.shape[1])
@@ -54,30 +58,6 @@ class TwoLayerEquations:
 
 
 @dataclass(frozen=True, eq=False)
-class SecondLayer:
-    """The second layer, fitted to what the first one gives."""
-
-    weights: Tensor  # (G, K, C2/G)
-    shift: Tensor  # (C2,)
-    ridge: float
-
-    def outputs(self, X: Tensor) -> Tensor:
-        return compute_outputs(X, self.weights) + self.shift
-
-
-def fit_second_layers(X: Tensor, wanted: Tensor, ridges: Sequence[float]) -> list[SecondLayer]:
-    """One for each regularisation with which the equations can be solved; without any, a constant."""
-    inputs = StandardisedInputs(X, intercept=True)
-    right, shift = inputs.right_side(wanted)
-    found = []
-    for ridge, change in inputs.solve(right, ridges).items():
-        weights = change * inputs.scale.mT
-        found.append(SecondLayer(weights, shift - compute_outputs(inputs.mean, weights)[0], ridge))
-    G, _, K = X.shape
-    return found or [SecondLayer(X.new_zeros(G, K, len(shift) // G), shift, ridges[-1])]
-
-
-@dataclass(frozen=True, eq=False)
 class FirstLayerStep:
     """A step of the first layer."""
 
@@ -88,11 +68,11 @@ class FirstLayerStep:
 
 @dataclass(frozen=True, eq=False)
 class TwoLayerState:
-    """A choice of the first layer, and the second one that belongs to it."""
+    """A choice of the first layer, and the second one for it."""
 
     fit: LayerFit  # with the error on the rows held out
     hidden: Tensor  # (n, C) what the first layer gives, before the activation
-    second: SecondLayer
+    second: LayerFit  # that belongs to it, all of its weights
     last: FirstLayerStep | None = None  # that led here
 
 
@@ -119,20 +99,18 @@ class TwoLayerSearch:
     def solve_second(self, fit: LayerFit, ridges: Sequence[float], hidden: Tensor | None = None) -> TwoLayerState:
         """The second layer for a choice of the first, which gives ``hidden``."""
         hidden = _first_layer_outputs(self.fitted, fit) if hidden is None else hidden
-        given, tested = (
-            c.inputs(c.act(h)) for c, h in ((self.fitted, hidden), (self.held, _first_layer_outputs(self.held, fit)))
-        )
-        found = fit_second_layers(given, self.fitted.wanted, ridges)
-        each = [self.measure.error(s.outputs(tested) + self.held.rest, self.held.target) for s in found]
-        errors = torch.stack(each).nan_to_num(torch.inf).tolist()
-        best = min(range(len(found)), key=errors.__getitem__)
-        return TwoLayerState(replace(fit, after=errors[best]), hidden, found[best])
+        chains = (self.fitted, hidden), (self.held, _first_layer_outputs(self.held, fit))
+        rows, held = (LayerEquations(c.inputs(c.act(h)), c.rest, c.target) for c, h in chains)
+        search = RidgeSearch(rows, held, self.measure, StandardisedInputs(rows.X, intercept=True))
+        second = search.over_ridges(ridges) or _make_zero_fit(rows)
+        return TwoLayerState(replace(fit, after=second.after), hidden, second)
 
     def step(self, state: TwoLayerState) -> TwoLayerState:
         """Along what the second layer misses and along the last step, as far as both together help it."""
-        chain, weights = self.fitted, state.second.weights
+        chain, weights = self.fitted, state.second.delta.mT
         slope = _slope(chain.act, state.hidden)
-        residual = chain.wanted - state.second.outputs(chain.inputs(chain.act(state.hidden)))
+        given = compute_outputs(chain.inputs(chain.act(state.hidden)), weights) + state.second.shift
+        residual = chain.target - chain.rest - given
         wanted = chain.back(split_groups(residual, chain.groups) @ weights.mT) * slope
         right, shift = self.inputs.right_side(_divide_by_curvature(wanted, weights, chain.taps))
         change = self.inputs.solve(right, [state.fit.ridge])
@@ -158,8 +136,15 @@ def _first_layer_outputs(chain: TwoLayerEquations, fit: LayerFit) -> Tensor:
     return chain.first.now + compute_outputs(chain.first.X, fit.delta.mT) + fit.shift
 
 
-def _combine_steps(steps: Sequence[FirstLayerStep], lengths: Sequence[float]) -> FirstLayerStep:
-    """So lengths each step."""
+def _make_zero_fit(rows: LayerEquations) -> LayerFit:
+    """Of equations that cannot be solved: worse than any other."""
+    G, _, K = rows.X.shape
+    C = rows.now.shape[1]
+    return LayerFit(rows.X.new_zeros(G, C // G, K), rows.now.new_zeros(C), RIDGES[-1], inf)
+
+
+def _combine_steps(steps: Sequence[FirstLayerStep], lengths: Sequence[Tensor]) -> FirstLayerStep:
+    """Their sum, each as long as said."""
     sums = (
         sum(f * getattr(step, name) for f, step in zip(lengths, steps, strict=True))
         for name in ("change", "shift", "moved")
@@ -167,12 +152,12 @@ def _combine_steps(steps: Sequence[FirstLayerStep], lengths: Sequence[float]) ->
     return FirstLayerStep(*sums)
 
 
-def _fit_step_lengths(residual: Tensor, effects: list[Tensor]) -> list[float]:
-    """How lengths to go each step: least squares."""
+def _fit_step_lengths(residual: Tensor, effects: list[Tensor]) -> Sequence[Tensor]:
+    """How far to go each step: least squares. On a GPU nothing waits for the numbers."""
     E = torch.stack([e.flatten() for e in effects], 1).double()
     A = E.T @ E
     A = A + 1e-12 * A.diagonal().mean().clamp_min(1e-300) * torch.eye(len(A), dtype=A.dtype, device=A.device)
-    return torch.linalg.solve(A, E.T @ residual.flatten().double()).tolist()
+    return torch.linalg.solve_ex(A, E.T @ residual.flatten().double())[0].unbind()
 
 
 def _slope(act: Activation, x: Tensor) -> Tensor:
@@ -190,5 +175,5 @@ def _divide_by_curvature(change: Tensor, weights: Tensor, taps: int) -> Tensor:
     M = (V @ V.mT).double()
     size = M.diagonal(dim1=1, dim2=2).mean().clamp_min(1e-300)
     M = M + DAMPING * size * torch.eye(M.shape[1], dtype=M.dtype, device=M.device)
-    found = torch.linalg.solve(M, split_groups(change, G).double().mT)  # (G, c, n)
-    return found.permute(2, 0, 1).flatten(1).to(change.dtype)
+    found = split_groups(change, G) @ torch.linalg.inv_ex(M)[0].to(change.dtype)  # (G, n, c)
+    return found.movedim(0, 1).flatten(1)
