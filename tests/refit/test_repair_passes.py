@@ -155,7 +155,7 @@ def test_memory_changes_nothing_but_the_number_of_calls(monkeypatch: pytest.Monk
     assert not any("forward" in m.__dict__ for m in found["with"].model.modules())
 
 
-def test_only_the_end_of_a_chain_is_kept() -> None:
+def test_only_what_is_still_read_is_kept() -> None:
     model, _, x = networks()
     with torch.no_grad():
         trails, _ = track_channels(model, lambda m: m(x))
@@ -164,10 +164,59 @@ def test_only_the_end_of_a_chain_is_kept() -> None:
         for layer in names:
             with listener.hooked(), store.reuse_blocks(trails.order.index(layer), 0, listener):
                 listener.listen({layer: [lambda use, y: None]}, lambda m: m(x))
-        kept = {"first", "loose.0", "loose.1", "pieces.0", "pieces.1", "last.0"}  # a block called twice is not
-        assert {name for name, _ in store.kept} == kept
+        # A block called twice runs, so what it is given is kept; what only the last block reads is not.
+        assert {name for name, _ in store.kept} == {"first", "loose.1", "last.0"}
         wanted = model.first(model.stem(x))
     torch.testing.assert_close(store.kept["first", 0], wanted)
+
+
+class Front(nn.Module):
+    """Layers in front of blocks, then many in a row. ``unseen``: the front is read in a way that is missed."""
+
+    def __init__(self, unseen: bool) -> None:
+        super().__init__()
+        self.stem, self.bn = nn.Conv2d(2, 4, 5, padding=2), nn.BatchNorm2d(4)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.row = nn.Sequential(*(nn.Conv2d(4, 4, 1) if k % 2 else nn.ReLU(inplace=True) for k in range(13)))
+        self.side = nn.Linear(4, 4) if unseen else None
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = start = self.bn(self.stem(x)).relu()
+        for block in self.blocks:
+            x = block(x)
+        x = x if self.side is None else x + self.side(input=start.movedim(1, -1)).movedim(-1, 1)
+        return self.head(self.row(x * 2).mean((2, 3)))
+
+
+def front(unseen: bool) -> tuple[Any, Any, Tensor]:
+    torch.manual_seed(0)
+    model, x = Front(unseen).double().eval(), torch.randn(40, 2, 4, 4, dtype=torch.float64)
+    gone = {f"blocks.{k}.a": [k % 4] for k in range(4)} | {"row.5": [1]}
+    return model, sosp.shrink(model, sosp.Mask.from_removed(model, gone, x[:4]), x[:4]), x
+
+
+@pytest.mark.parametrize("unseen", [False, True])
+def test_layers_in_front_and_long_rows_are_not_computed_again(monkeypatch: pytest.MonkeyPatch, unseen: bool) -> None:
+    model, small, x = front(unseen)
+    calls: dict[int, int] = {}
+    forward = nn.Conv2d.forward
+
+    def counted(self: Any, x: Tensor) -> Tensor:
+        calls[self.kernel_size[0]] = calls.get(self.kernel_size[0], 0) + 1
+        return forward(self, x)
+
+    monkeypatch.setattr(nn.Conv2d, "forward", counted)
+    found = sosp.repair(small, model, x)
+    # 15 layers change after the stem, in two parts of the inputs, and both networks run ten times in any case.
+    assert (calls[5] > 35) == unseen
+    assert calls[1] < 110  # six in a row
+    monkeypatch.setattr(block_cache, "BYTES", 0)
+    monkeypatch.setattr(BlockCache, "_is_unread", lambda *given: False)
+    again = sosp.repair(small, model, x)
+    assert found.layers == again.layers
+    for a, b in zip(*(f.model.state_dict().values() for f in (found, again)), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_a_forward_of_the_users_own_stays() -> None:

@@ -24,6 +24,8 @@ from sosp.refit.hooks import SUMS, ForwardWatcher, is_layer_or_norm
 from sosp.refit.layer_matrix import LayerUse
 from sosp.refit.module_activity import AttributeSnapshot, ModuleInterval, count_writes
 
+# What can be asked of a tensor without looking at its numbers.
+METADATA = frozenset({"__get__", "size", "dim", "ndimension", "numel", "stride", "is_contiguous", "__len__"})
 PRODUCTS = frozenset({"mul", "__mul__", "__imul__", "__rmul__", "multiply"})
 
 
@@ -63,6 +65,7 @@ class TrackedTensor:
     age: int = -1  # the newest layer it depends on
     tracked: dict[str, TrackedChannels] = field(default_factory=dict)
     uses: list[Range | None] = field(default_factory=list)  # one for every op it was given to
+    readers: list[tuple[str, list[TrackedTensor]]] = field(default_factory=list)  # in which module, and what was made
     origin: tuple[TrackedTensor, Activation] | None = None  # what an activation made it of
     fixed: bool = False  # a parameter, or made of parameters alone
 
@@ -88,6 +91,8 @@ class ChannelTracker(ForwardWatcher):
             str, tuple[int, AttributeSnapshot, list[int]]
         ] = {}  # sums before, what it held, versions of its inputs
         self.calls: Counter[str] = Counter()  # all modules
+        self.outputs: dict[str, TrackedTensor] = {}  # module -> its newest output
+        self.taken: dict[str, list[TrackedTensor]] = {}  # module -> what it was given
         self.stateful: set[str] = set()  # modules that keep something of a pass
         self.mutating: set[str] = set()  # and those that write into what they are given
         self.fixed = {id(x) for x in [*model.parameters(), *model.buffers()]}
@@ -98,16 +103,25 @@ class ChannelTracker(ForwardWatcher):
         given = [self.value(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         result = func(*args, **kwargs)
         made = [y for y in tree_leaves(result) if isinstance(y, Tensor)]
+        if not made and func.__name__ not in METADATA:
+            self.record_readers(given, [])
         if made:
             name = find_op_name(func)
             for value in given:
                 value.uses.append(CLIPS[name](*args, **kwargs) if name in CLIPS else None)
             for y in made:
                 self.put(y, max([-1, *(value.age for value in given)])).fixed = all(value.fixed for value in given)
+            # A write into a view also changes what the view is of, which is not followed.
+            lost = any(y._is_view() and any(y is value.tensor for value in given) for y in made)
+            self.record_readers(given, [] if lost else [self.values[id(y)] for y in made])
             self.step(name, given, self.values[id(made[0])], kwargs)
             if name in ACTIVATIONS and len(given) == 1:
                 self.values[id(made[0])].origin = (given[0], bind_activation(func, args, kwargs))
         return result
+
+    def record_readers(self, given: list[TrackedTensor], made: list[TrackedTensor]) -> None:
+        for value in given:
+            value.readers.append((self.inside[-1], made))
 
     def value(self, x: Tensor) -> TrackedTensor:
         if id(x) not in self.values:
@@ -172,11 +186,13 @@ class ChannelTracker(ForwardWatcher):
 
     def enter(self, name: str, module: nn.Module, args: Any) -> None:
         self.entered[name] = len(self.sums), AttributeSnapshot.by(module), count_writes(args)
+        self.taken[name] = [self.value(x) for x in tree_leaves(args) if isinstance(x, Tensor)]
+        for value in self.taken[name] if is_layer_or_norm(module) else ():
+            value.readers.append((name, []))
 
     def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         sums, held, old = self.entered[name]
         self.calls[name] += 1
-        self.intervals[name] = ModuleInterval(len(self.order), len(self.sums) - sums)
         self.stateful.update(() if held.is_unchanged(AttributeSnapshot.by(module)) else [name])
         self.mutating.update(() if old == count_writes(args) else [name])
         x = next((a for a in args if isinstance(a, Tensor)), None)
@@ -186,6 +202,9 @@ class ChannelTracker(ForwardWatcher):
             given.uses.append(None)
             y = self.put(output, given.age)
             (self.layer if find_layer_type(module) else self.norm)(name, module, given, y)
+        self.intervals[name] = ModuleInterval(len(self.order), len(self.sums) - sums)
+        if isinstance(output, Tensor):
+            self.outputs[name] = self.value(output)
 
     def layer(self, name: str, module: Any, x: TrackedTensor, y: TrackedTensor) -> None:
         kind = find_layer_type(module)
@@ -256,6 +275,7 @@ def track_channels(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[C
     for y in tree_leaves(outputs):
         if isinstance(y, Tensor):
             tracker.value(y).uses.append(None)  # by whoever called the network
+            tracker.value(y).readers.append(("", []))
     tracker.intervals = {n: interval for n, interval in tracker.intervals.items() if tracker.calls[n] == 1}
     tracker.points = {n: replace(point, clip=tracker.find_clip(n)) for n, point in tracker.points.items()}
     return tracker, outputs

@@ -72,6 +72,7 @@ class PositionSampler:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.drawn: dict[tuple[int, int, int], Tensor] = {}
+        self.read: dict[tuple[int, int, str], tuple[Tensor, Tensor]] = {}
 
     def of(self, part: InputPart, density: float, total: int, device: torch.device) -> Tensor:
         count = max(1, round(density * part.chunk.size))
@@ -81,6 +82,16 @@ class PositionSampler:
             drawn = torch.randint(total, (count,), generator=generator) if count < total else torch.arange(total)
             self.drawn[key] = drawn.to(device)
         return self.drawn[key]
+
+    def of_inputs(self, part: InputPart, reader: NextLayer, total: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The positions that a layer reads for its own ones, and their places among all of these, edges included."""
+        key = (part.number, total, reader.task.layer)
+        if key not in self.read:
+            read = reader.use.read_positions(reader.sizes, reader.out, self.of(part, reader.density, total, device))
+            assert read is not None
+            where = (read.flatten() >= 0).nonzero().flatten()
+            self.read[key] = read.flatten()[where], where
+        return self.read[key]
 
 
 class ObservationCollector:
@@ -103,7 +114,13 @@ class ObservationCollector:
                 with self._reuse_blocks(tasks[0].number, part, listener):
                     listener.listen(self._plan_callbacks(tasks, part, found, small, listener), part.chunk.run)
         whole = [task for task in tasks if found[task.layer].is_whole(task, len(self.parts), small)]
-        _check_finite(self.parts, whole, found)
+        try:
+            _check_finite(self.parts, whole, found)
+        except DataError:
+            if self.cache is None or not self.cache.skips:
+                raise
+            self.cache.skips = False  # perhaps something was read that had not been computed
+            return self.values(tasks, small)
         return {task.layer: found[task.layer] for task in whole}
 
     def _reuse_blocks(self, layer: int, part: InputPart, listener: OutputListener) -> AbstractContextManager[None]:
@@ -168,19 +185,14 @@ class ObservationCollector:
         return record
 
     def _position_rule(self, task: RefitTask, part: InputPart) -> PositionRule:
-        """Where the layer is looked at: anywhere, or where the layer next_values it reads."""
+        """Where the layer is looked at: anywhere, or where the layer behind it reads."""
         next_layer = task.next_layer
         if next_layer is None:
             return self._draw_positions(task, part)
 
         def rule(output: Tensor, axis: int) -> tuple[Tensor, Tensor]:
             total = output.numel() // output.shape[axis] // prod(next_layer.sizes) * prod(next_layer.out)
-            read = next_layer.use.read_positions(
-                next_layer.sizes, next_layer.out, self.positions.of(part, next_layer.density, total, output.device)
-            )
-            assert read is not None
-            where = (read.flatten() >= 0).nonzero().flatten()
-            return read.flatten()[where], where
+            return self.positions.of_inputs(part, next_layer, total, output.device)
 
         return rule
 
