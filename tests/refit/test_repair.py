@@ -15,6 +15,7 @@ import sosp
 from helpers.unchanged import check_unchanged
 from networks import case, to_score
 from sosp.refit import FewInputsWarning, repair_plan
+from sosp.refit.agreement import OutputAgreement
 from sosp.refit.comparison_points import track_channels
 from sosp.refit.filter_scale import restore_filter_lengths
 
@@ -268,6 +269,39 @@ def test_filters_that_others_read_are_left_as_long_as_they_are(how: str, monkeyp
     torch.testing.assert_close(twin.a.weight, model.a.weight if how == "alone" else longer)
 
 
+@pytest.mark.parametrize("name", ["mlp", "conv-bn"])
+def test_the_better_of_refitted_weights_and_none_is_returned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, small, x = randomly_cut(name)
+    for module in small.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean += 0.5
+            module.running_var *= 3
+    refit: Any = sys.modules["sosp.refit.refit"]
+    monkeypatch.setattr(refit, "write_fit", lambda net, task, *rest: net.get_submodule(task.layer).weight.neg_())
+    found = sosp.repair(small, model, x, loss="mse")
+    for (key, new), old in zip(found.model.state_dict().items(), small.state_dict().values(), strict=True):
+        assert torch.equal(new, old) == ("running" not in key), key
+    assert {e.ridge for e in found.layers} == {None}
+    before, after = 1 - found.agreement_before, 1 - found.agreement_after
+    if name == "mlp":
+        assert before == after
+        assert "so the weights are unchanged" in found.summary
+    else:
+        assert after < before
+        assert "so only batch-norm statistics are re-estimated" in found.summary
+    assert f"Refitting did not improve the outputs (error {after:.4g} -> " in found.summary
+    for module in found.model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert (module.momentum, int(module.num_batches_tracked)) == (0.1, 0)
+
+
+def test_agreement_decides_where_it_differs_by_more_than_chance() -> None:
+    few, many = (OutputAgreement(share, error, 400) for share, error in ((0.90, 0.1), (0.96, 0.2)))
+    assert many.is_better(few)
+    assert not few.is_better(many)
+    assert OutputAgreement(0.92, 0.1, 400).is_better(many)
+
+
 def test_channels_kept_as_zeros_stay_zero() -> None:
     c = case("residual")
     mask = sosp.Mask.from_removed(c.model, {"block1.conv2": [1], "block2.conv1": [0]}, c.inputs)
@@ -328,9 +362,23 @@ def test_equations_do_not_grow_with_the_inputs(monkeypatch: pytest.MonkeyPatch) 
 
 def test_too_few_inputs_are_said_and_regularised() -> None:
     model, small, x = randomly_cut("conv-bn")
-    with pytest.warns(FewInputsWarning, match=r"'head' has 13 unknowns .* 10 inputs .* 10 equations.* at least 13"):
+    told = r"'head' has 13 unknowns .* Of 12 inputs 2 are held out .* only 10 equations.* 15 inputs would be enough"
+    with pytest.warns(FewInputsWarning, match=told) as caught:
         found = sosp.repair(small, model, x[:12])
+    assert len(caught) == 1
+    sosp.repair(small, model, x[:15])  # enough, as it was said
+    sosp.repair(small, model, x, examples=12)  # which were asked for
     assert off(found.model, model, x) < 2 * off(small, model, x)
+
+
+def test_a_network_that_lost_nothing_needs_few_inputs_and_stays() -> None:
+    c = case("conv-bn")
+    x = inputs(c.inputs)[:12]
+    same = sosp.shrink(c.model, sosp.Mask.from_removed(c.model, {}, x), x)
+    found = sosp.repair(same, c.model, x)  # warnings are errors
+    assert off(found.model, c.model, x) == 0
+    assert found.agreement_after == 1
+    assert not found.note
 
 
 def test_more_sweeps_and_another_seed() -> None:

@@ -1,4 +1,4 @@
-"""What a network answers on the inputs held out, beside what the original does."""
+"""What a network answers on the inputs held out, next to what the original does."""
 
 from __future__ import annotations
 
@@ -31,8 +31,21 @@ class OutputAgreement:
 
     agreement: float  # share of those with the same largest output; of numbers, share of their variance
     error: float
+    answers: int
 
     @classmethod
     def of(cls, ours: Tensor, theirs: Tensor, measure: ErrorMeasure, *, classes: bool) -> OutputAgreement:
         error = float(measure.error(ours, theirs))
-        return cls(float((ours.argmax(1) == theirs.argmax(1)).double().mean()) if classes else 1 - error, error)
+        share = float((ours.argmax(1) == theirs.argmax(1)).double().mean()) if classes else 1 - error
+        return cls(share, error, len(ours))
+
+    def is_better(self, other: OutputAgreement) -> bool:
+        """More equal answers or, where their difference is within two standard errors, a smaller error."""
+        gain = self.agreement - other.agreement
+        return gain > 0 if abs(gain) > self.answers**-0.5 else self.error < other.error
+
+
+def describe_change(before: OutputAgreement, after: OutputAgreement, *, classes: bool) -> str:
+    """Return both numbers before and after in words."""
+    error = f"error {before.error:.4g} -> {after.error:.4g}"
+    return f"agreement {before.agreement:.1%} -> {after.agreement:.1%}, {error}" if classes else error

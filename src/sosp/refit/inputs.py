@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 import torch
@@ -58,6 +59,12 @@ def split_chunks(chunks: Sequence[Chunk], widest: int, device: torch.device) -> 
     size = CPU_BATCH if device.type == "cpu" else max(1, MAX_TENSOR_NUMBERS // widest)
     sides = [(part, held) for held in (False, True) for part in resize_chunks(_side(chunks, held), size)]
     return [InputPart(chunk, held, number) for number, (chunk, held) in enumerate(sides)]
+
+
+def count_needed_inputs(fitted: int) -> int:
+    """Return how many inputs leave so many to fit to, when those held out are put aside."""
+    whole, rest = divmod(fitted, CHUNK_INPUTS * (HOLDOUT_PERIOD - 1) // HOLDOUT_PERIOD)
+    return whole * CHUNK_INPUTS + ceil(rest * HOLDOUT_PERIOD / (HOLDOUT_PERIOD - 1))
 
 
 def _side(chunks: Sequence[Chunk], held: bool) -> Iterator[Chunk]:

@@ -17,7 +17,7 @@ from sosp.core.loss_names import LossLike, name_loss
 from sosp.core.progress import track_progress
 from sosp.errors import check_choice, check_whole_number
 from sosp.refit.activations import FULL_RANGE
-from sosp.refit.agreement import OutputAgreement, collect_outputs
+from sosp.refit.agreement import OutputAgreement, collect_outputs, describe_change
 from sosp.refit.block_cache import BlockCache
 from sosp.refit.channel_map import find_recipes_between
 from sosp.refit.comparison_points import ChannelTracker
@@ -34,12 +34,14 @@ from sosp.refit.inputs import InputPart, read_chunks, split_chunks
 from sosp.refit.layer_errors import ErrorMeasure, build_divergence, build_squared_error
 from sosp.refit.layer_matrix import get_matrix
 from sosp.refit.least_squares import LayerFit, StandardisedInputs, fit_weights
-from sosp.refit.repair_plan import group_tasks, plan_tasks, track_networks
+from sosp.refit.norm_statistics import reestimate_norms
+from sosp.refit.repair_plan import group_tasks, plan_tasks, track_networks, warn_few_inputs
 from sosp.refit.result import LayerRepair, Repaired
 from sosp.refit.two_layer_fit import TwoLayerSearch
 from sosp.refit.write_back import has_bias_or_norm, write_fit
 
 TARGETS = 2**30  # bytes of the original's values that are held at once
+UNUSED = "refitting all layers did not improve the outputs"
 FAILED_ON_SOME_INPUTS = "it or its comparison point does not run on all inputs"
 
 
@@ -78,6 +80,9 @@ def repair(
         pair = track_networks(repaired, model, recipes, chunks[0].rows(0, min(4, chunks[0].size)))
         parts = split_chunks(chunks, pair.widest, find_device(small))
         tasks, left = plan_tasks(pair, parts)
+        total = sum(part.chunk.size for part in parts)
+        if examples is None or total < examples:  # more would have been used
+            warn_few_inputs(pair, tasks, parts)
         found = _run_sweeps(
             RepairSetup(repaired, model, parts, str(outputs), PositionSampler(seed), pair.here), tasks, sweeps
         )
@@ -85,8 +90,8 @@ def repair(
     restore_filter_lengths(small, repaired, pair.here, [task.layer for task in tasks])
     known = {error.layer: error for error in found.errors}
     layers = [known.get(n) or LayerRepair(n, 0.0, 0.0, None, 0, 0, left[n]) for n in pair.here.order]
-    total, seconds = sum(part.chunk.size for part in parts), time.perf_counter() - started
-    return Repaired(repaired, tuple(layers), found.before, found.after, total, seconds, found.classes)
+    seconds = time.perf_counter() - started
+    return Repaired(repaired, tuple(layers), found.before, found.after, total, seconds, found.classes, found.note)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,23 +132,37 @@ class RepairOutcome:
     before: float
     after: float
     classes: bool
+    note: str = ""
 
 
 def _run_sweeps(work: RepairSetup, tasks: Sequence[RefitTask], sweeps: int) -> RepairOutcome:
-    """Go through the network; back to the start if all of it together is no better for it."""
+    """Go through the network; something simpler is returned if it is better on the inputs held out."""
     theirs = collect_outputs(work.model, work.parts)
     measure, classes = _output_measure(work.loss, theirs.shape[1]), _are_classes(work.loss, theirs.shape[1])
-    old = {name: x.clone() for name, x in work.small.state_dict().items()}
-    before = OutputAgreement.of(collect_outputs(work.small, work.parts), theirs, measure, classes=classes)
+
+    def judge() -> tuple[OutputAgreement, dict[str, Tensor]]:
+        agreement = OutputAgreement.of(collect_outputs(work.small, work.parts), theirs, measure, classes=classes)
+        return agreement, {name: x.clone() for name, x in work.small.state_dict().items()}
+
+    before, old = judge()
     for _ in range(sweeps):
         errors = list(_sweep_layers(work, tasks))
-    after = OutputAgreement.of(collect_outputs(work.small, work.parts), theirs, measure, classes=classes)
-    if after.error < before.error:
-        state = {n: x.clone() for n, x in work.small.state_dict().items()}
-        return RepairOutcome(state, errors, before.agreement, after.agreement, classes)
-    why = "refitting all layers did not reduce the error of the outputs"
-    kept = [replace(e, after=e.before, ridge=None, why=e.why or why) for e in errors]
-    return RepairOutcome(old, kept, before.agreement, before.agreement, classes)
+    after, state = judge()
+    work.small.load_state_dict(old)
+    best, simpler = before, "the weights are unchanged"
+    if reestimate_norms(work.small, [n for n in work.tracker.times if n not in work.tracker.order], work.parts):
+        norms, new = judge()
+        if norms.is_better(before):
+            best, old, simpler = norms, new, "only batch-norm statistics are re-estimated"
+    change = describe_change(best, after, classes=classes)
+    if after.is_better(best):
+        note = f"Fewer answers agree than without refitting, but the outputs are closer: {change}"
+        fewer = after.agreement < best.agreement
+        return RepairOutcome(state, errors, before.agreement, after.agreement, classes, note if fewer else "")
+    unchanged = best is before and after == before  # no layer was refitted, or none had to be
+    note = "" if unchanged else f"Refitting did not improve the outputs ({change}), so {simpler}"
+    kept = [replace(e, after=e.before, ridge=None, why=e.why or UNUSED) for e in errors]
+    return RepairOutcome(old, kept, before.agreement, best.agreement, classes, note)
 
 
 def _sweep_layers(work: RepairSetup, tasks: Sequence[RefitTask]) -> Iterator[LayerRepair]:
@@ -180,6 +199,8 @@ def _refit_layer(work: RepairSetup, task: RefitTask, now: LayerObservations, tar
     """Fit one layer, and write it down if that makes it better."""
     unknowns = get_matrix(work.small.get_submodule(task.layer)).shape[2] + 1
     rows, held = build_equations(work.parts, now, target)
+    if task.next_layer is None and torch.equal(rows.now, rows.target):  # nothing was lost so far
+        return LayerRepair(task.layer, 0.0, 0.0, None, unknowns, len(rows.now))
     measure, inputs = work.measure(task), StandardisedInputs(rows.X, has_bias_or_norm(work.small, task))
     error, found = float(measure.error(held.now, held.target)), fit_weights(rows, held, measure, inputs)
     if task.next_layer is not None:

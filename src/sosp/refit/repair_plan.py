@@ -22,7 +22,7 @@ from sosp.refit.channel_map import find_original_channels
 from sosp.refit.comparison_points import ChannelTracker, ComparisonPoint, track_channels
 from sosp.refit.equations import NextLayer, RefitTask
 from sosp.refit.hooks import listen_to_outputs
-from sosp.refit.inputs import InputPart
+from sosp.refit.inputs import InputPart, count_needed_inputs
 from sosp.refit.layer_matrix import LayerUse, find_bias, get_matrix, is_plain, take_values
 from sosp.refit.least_squares import compute_outputs
 
@@ -96,7 +96,6 @@ def plan_tasks(pair: NetworkPair, parts: Sequence[InputPart]) -> tuple[list[Refi
             left[name] = "none of its channels are visible where it is compared"
         else:
             tasks.append(task)
-    _warn_few_inputs(pair, tasks, inputs)
     return _attach_next_layers(pair, tasks, inputs), left
 
 
@@ -215,23 +214,27 @@ def _find_own_places(pair: NetworkPair, name: str) -> Tensor:
     return tracked.places if tracked.norm_channels is None else tracked.norm_channels
 
 
-def _warn_few_inputs(pair: NetworkPair, tasks: Sequence[RefitTask], inputs: int) -> None:
-    """Say how many inputs would be needed where there are too few."""
+def warn_few_inputs(pair: NetworkPair, tasks: Sequence[RefitTask], parts: Sequence[InputPart]) -> None:
+    """Name the narrowed layer that lacks the most inputs, and how many would be enough."""
+    fitted, held = (sum(part.chunk.size for part in parts if part.held == side) for side in (False, True))
     short: list[tuple[int, str, int, int]] = []
     for task in tasks:
-        unknowns = get_matrix(pair.small.get_submodule(task.layer)).shape[2] + 1
+        layer: Any = pair.small.get_submodule(task.layer)
+        if layer.weight.shape == pair.model.get_submodule(task.layer).weight.shape:
+            continue  # it lost nothing, so its old weights are a good start
+        unknowns = get_matrix(layer).shape[2] + 1
         output = pair.here.now[task.layer].tensor
         positions = prod(output.shape) / output.shape[task.here.axis] / pair.chunk.size
-        rows = int(inputs * min(positions, task.density))
-        if rows < unknowns:
-            short.append((ceil(unknowns / positions), task.layer, unknowns, rows))
+        if fitted * positions < unknowns:
+            short.append((ceil(unknowns / positions), task.layer, unknowns, int(fitted * positions)))
     if short:
-        needed, layer, unknowns, rows = max(short)
+        needed, name, unknowns, rows = max(short)
         warnings.warn(
-            f"{layer!r} has {unknowns:,} unknowns for each output, but {inputs:,} inputs give only {rows:,} "
-            f"equations. Regularisation determines the rest. Give at least {needed:,} inputs.",
+            f"{name!r} has {unknowns:,} unknowns for each output. Of {fitted + held:,} inputs {held:,} are held out to "
+            f"test on, and the others give only {rows:,} equations. Regularisation determines the rest. "
+            f"{count_needed_inputs(needed):,} inputs would be enough.",
             FewInputsWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

@@ -35,6 +35,7 @@ class Repaired:
     examples: int  # inputs, those held out among them
     seconds: float
     classes: bool = True  # answers are classes; otherwise numbers, and what agrees is a share of their variance
+    note: str = ""  # where the refitted weights were worse: in what, and what is returned in their place
 
     @property
     def summary(self) -> str:
@@ -42,7 +43,7 @@ class Repaired:
         refitted = sum(x.ridge is not None for x in self.layers)
         return (
             f"repaired: {refitted} of {len(self.layers)} layers refitted on {self.examples:,} inputs in "
-            f"{self.seconds:.1f} s; {self._outputs}"
+            f"{self.seconds:.1f} s; {self._outputs}{self.note and '. '}{self.note}"
         )
 
     @property
