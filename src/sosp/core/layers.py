@@ -223,7 +223,7 @@ class BypassedModule(nn.Module):
         _copy_plain_attributes(module, self, (bool, int, float, str, tuple))
         self._modules.update({key: part for key, part in module._modules.items() if key != "scatter"})
         self._bypass = (source, tuple(steps), zero)
-        for name, part in list(self.named_modules()):
+        for name, part in list(self.named_modules(remove_duplicate=False)):
             if name and not is_kept_part(name, steps):
                 self._replace(name, _make_placeholder(part))
         if steps and getattr(first := self.get_submodule(steps[0]), "inplace", False):
@@ -255,17 +255,18 @@ def is_kept_part(name: str, steps: Sequence[str]) -> bool:
 
 
 def _make_placeholder(part: nn.Module) -> nn.Module:
-    """What takes the place of a module that does not run any more: it has no parameters."""
-    if part._modules or isinstance(part, ZeroLayer):
-        part = copy.copy(part)
-        part._modules = {key: child for key, child in part._modules.items() if key != "scatter"}
-        part._parameters, part._buffers = dict.fromkeys(part._parameters), dict.fromkeys(part._buffers)
-        part._forward_hooks = OrderedDict()
-        return part
-    if not part._parameters and not part._buffers:
-        return part
+    """What takes the place of a module that does not run any more: it has no parameters, and nothing is scattered."""
     kind = find_layer_type(part)
-    return ZeroLayer(part, kind.channels(part)) if kind is not None else nn.Identity()
+    if kind is not None:
+        return ZeroLayer(part, kind.channels(part))
+    if not part._modules:
+        return nn.Identity() if part._parameters or (part._buffers and not isinstance(part, ZeroLayer)) else part
+    part = copy.copy(part)
+    part._modules = {key: child for key, child in part._modules.items() if key != "scatter"}
+    part._forward_hooks = OrderedDict()
+    if not isinstance(part, ZeroLayer):
+        part._parameters, part._buffers = dict.fromkeys(part._parameters), dict.fromkeys(part._buffers)
+    return part
 
 
 def find_source(module: Any, args: Any, kwargs: Any) -> Tensor:
