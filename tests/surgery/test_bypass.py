@@ -210,6 +210,21 @@ def test_a_layer_without_bias_that_reads_nothing_but_zeros_has_no_weights() -> N
     assert plan.cost.macs == sosp.count(small, x).macs
 
 
+def test_hooks_on_the_block_itself_still_run() -> None:
+    """With and without keywords, forward and backward."""
+    model, x = make(lambda: Around(Block()))
+    seen: list[str] = []
+    block: Any = model.block
+    block.register_forward_pre_hook(lambda m, args, kwargs: seen.append("before"), with_kwargs=True)
+    block.register_forward_hook(lambda m, args, kwargs, y: seen.append("after"), with_kwargs=True)
+    block.register_full_backward_hook(lambda m, inside, outside: seen.append("back"))
+    small: Any = sosp.shrink(model, plan_without(model, ["block.conv2"], x), x)
+    assert isinstance(small.block, BypassedModule)
+    seen.clear()
+    small(x).sum().backward()
+    assert seen == ["before", "after", "back"]
+
+
 def hook(model: Any) -> None:
     model.block.conv1.register_forward_hook(lambda m, a, y: None)
 

@@ -331,11 +331,17 @@ def _replace(places: list[tuple[dict[str, Any], str]], old: Tensor, new: Tensor)
         store[key] = made
 
 
+HOOKS = frozenset(
+    {"_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"}
+    | {"_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"}
+)
+
+
 def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
     """Put another module in every place that holds this one; its mode, its hooks and the scatter behind it stay."""
     old = model.get_submodule(name)
     new.train(old.training)
-    new._forward_hooks, new._forward_pre_hooks = old._forward_hooks, old._forward_pre_hooks
+    vars(new).update({key: hooks for key, hooks in vars(old).items() if key in HOOKS})
     if isinstance(old._modules.get("scatter"), Scatter):
         new.add_module("scatter", old._modules["scatter"])
     for module in list(model.modules()):
