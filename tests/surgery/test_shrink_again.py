@@ -70,6 +70,11 @@ def test_shrunk_twice_is_shrunk_once_with_the_union(name: str) -> None:
     check_both_modes(again, once, c.example)
 
 
+# A norm that only the emptied branch reads is gone after the first cut; with both at once its width differs from that
+# of its input, or it holds channels of the stream back.
+NORM_HOLDS_CHANNELS = (("convnext", "pwconv2"), ("attention-hf", "proj"), ("resnet-preact", "blocks.1.conv1"))
+
+
 @pytest.mark.parametrize("name", [n for n in to_shrink() if case(n).whole])
 def test_shrunk_again_where_a_layer_is_gone(name: str) -> None:
     """The zeros that are left of it hold nothing back but what they are added to."""
@@ -89,8 +94,8 @@ def test_shrunk_again_where_a_layer_is_gone(name: str) -> None:
             once = cut(name, first | second)
             check_both_modes(again, once, c.example)
             shapes = [{n: t.shape for n, t in found.state_dict().items()} for found in (again, once)]
-            if (name, layer) in (("convnext", "pwconv2"), ("attention-hf", "proj")):
-                assert parameters(again) < parameters(once)  # a norm of the stream is gone: it holds no channel back
+            if (name, layer) in NORM_HOLDS_CHANNELS:
+                assert parameters(again) < parameters(once)
             else:
                 assert shapes[0] == shapes[1], layer
 
