@@ -141,31 +141,26 @@ def _parameters(models: Any, name: str) -> Any:
 
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 4}
+PLAIN = """
+lcnet_050 tinynet_e mobilenetv4_conv_small regnetx_002 regnety_002 regnetz_b16 convnext_atto convnextv2_atto
+ghostnet_100 ghostnetv2_100 ghostnetv3_100 mobilevitv2_050 edgenext_xx_small hardcorenas_a efficientnet_lite0
+mixnet_s rexnet_100 starnet_s1 repvit_m0_9 repghostnet_050 pvt_v2_b0 mobileone_s0 skresnet18 seresnet18
+legacy_seresnet18 poolformer_s12 poolformerv2_s12 hrnet_w18_small hgnet_tiny hgnetv2_b0 dla34 dla46_c dpn48b
+ese_vovnet19b_slim selecsls42 resnest14d ecaresnet26t resnet10t resnet14t resnet26d gcresnext26ts nf_resnet26
+nf_regnet_b0 nfnet_l0 cspdarknet53 cspresnet50 darknetaa53 res2net50_14w_8s resnetv2_50 seresnext26d_32x4d
+tresnet_m efficientnetv2_rw_t efficientvit_b0 efficientvit_m0 inception_next_atto mobilenet_edgetpu_v2_xs
+mobilenetv3_small_050 mobilenetv2_050 mnasnet_small semnasnet_050 spnasnet_100 fbnetv3_b fbnetc_100
+lambda_resnet26t caformer_s18 convformer_s18 tf_efficientnetv2_b0 focalnet_tiny_srf xcit_nano_12_p16_224
+fasternet_t0 shvit_s1 swiftformer_xs mambaout_femto rdnet_tiny nextvit_small repvgg_a0 xception41 vovnet39a
+cs3darknet_s gernet_s resnetblur18 resnetaa34d mobilevit_xxs fastvit_t8 starnet_s050 csatv2"""
+TRANSFORMERS = """
+vit_tiny_patch16_224 deit_tiny_patch16_224 vit_base_patch16_clip_224 vit_base_patch16_siglip_224
+deit3_small_patch16_224 beit_base_patch16_224 beitv2_base_patch16_224 cait_xxs24_224 eva02_tiny_patch14_224
+vit_base_patch14_dinov2 vit_small_patch16_dinov3 flexivit_small convit_tiny vit_relpos_small_patch16_224
+vit_srelpos_small_patch16_224 naflexvit_base_patch16_gap"""
 TIMM: dict[str, Any] = {
-    **dict.fromkeys(
-        list_words("""lcnet_050 tinynet_e mobilenetv4_conv_small regnetx_002 regnety_002 regnetz_b16 convnext_atto
-        convnextv2_atto ghostnet_100 ghostnetv2_100 ghostnetv3_100 mobilevitv2_050 edgenext_xx_small hardcorenas_a
-        efficientnet_lite0 mixnet_s rexnet_100 starnet_s1 repvit_m0_9 repghostnet_050 pvt_v2_b0 mobileone_s0 skresnet18 seresnet18
-        legacy_seresnet18 poolformer_s12 poolformerv2_s12 hrnet_w18_small hgnet_tiny hgnetv2_b0 dla34 dla46_c dpn48b
-        ese_vovnet19b_slim selecsls42 resnest14d ecaresnet26t resnet10t resnet14t resnet26d
-        gcresnext26ts nf_resnet26 nf_regnet_b0 nfnet_l0 cspdarknet53 cspresnet50 darknetaa53
-        res2net50_14w_8s resnetv2_50 seresnext26d_32x4d tresnet_m efficientnetv2_rw_t efficientvit_b0 efficientvit_m0
-        inception_next_atto mobilenet_edgetpu_v2_xs mobilenetv3_small_050 mobilenetv2_050 mnasnet_small semnasnet_050
-        spnasnet_100 fbnetv3_b fbnetc_100 lambda_resnet26t caformer_s18 convformer_s18 tf_efficientnetv2_b0
-        focalnet_tiny_srf xcit_nano_12_p16_224 fasternet_t0 shvit_s1 swiftformer_xs mambaout_femto
-        rdnet_tiny nextvit_small repvgg_a0 xception41 vovnet39a cs3darknet_s gernet_s
-        resnetblur18 resnetaa34d mobilevit_xxs fastvit_t8 starnet_s050 csatv2"""),
-        {},
-    ),
-    **dict.fromkeys(
-        list_words(
-            """vit_tiny_patch16_224 deit_tiny_patch16_224 vit_base_patch16_clip_224 vit_base_patch16_siglip_224
-            deit3_small_patch16_224 beit_base_patch16_224 beitv2_base_patch16_224 cait_xxs24_224 eva02_tiny_patch14_224
-            vit_base_patch14_dinov2 vit_small_patch16_dinov3 flexivit_small convit_tiny vit_relpos_small_patch16_224
-            vit_srelpos_small_patch16_224 naflexvit_base_patch16_gap"""
-        ),
-        VIT,  # nobody changes it
-    ),
+    **{name: dict[str, Any]() for name in list_words(PLAIN)},
+    **dict.fromkeys(list_words(TRANSFORMERS), VIT),
     **{name: {"img_size": 64} for name in list_words("mixer_s32_224 gmlp_s16_224 resmlp_12_224")},
     "swin_tiny_patch4_window7_224": {"img_size": 64, "embed_dim": 24, "depths": (1, 1, 2, 1), "window_size": 2},
     "swinv2_tiny_window8_256": {"img_size": 64, "embed_dim": 24, "depths": (1, 1, 2, 1), "window_size": 2},
