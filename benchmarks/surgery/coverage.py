@@ -58,7 +58,8 @@ Report = Callable[[Record], None]
 
 def prune(model: nn.Module, data: Any, *, groups: str | None = None, repair: bool = False) -> sosp.Pruned:
     """The call that is tried out."""
-    return sosp.prune(model, data, macs=BUDGET, groups=groups, repair=repair, examples=EXAMPLES)
+    options = {} if groups is None else {"selection": sosp.Selection(groups=groups)}
+    return sosp.prune(model, data, macs=BUDGET, scoring=sosp.Scoring(examples=EXAMPLES), repair=repair, **options)
 
 
 # One network, in a process of its own ---------------------------------------------------------------------------------
