@@ -23,7 +23,7 @@ POSITIVE = frozenset({"relu", "relu6", "sigmoid", "hardsigmoid", "softmax", "exp
 POOLS = frozenset(
     {f"{kind}_pool{d}d" for kind in ("max", "avg", "adaptive_avg", "adaptive_max") for d in (1, 2, 3)} | {"mean", "sum"}
 )
-KEEP_SIGN = SUMS | IDENTITY_OPS | DROPOUTS | POOLS | {"mul", "__mul__"}
+KEEP_SIGN = SUMS | IDENTITY_OPS | DROPOUTS | POOLS | {"mul", "__mul__", CUT}
 
 T = TypeVar("T")
 TensorId = int
