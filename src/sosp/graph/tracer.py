@@ -122,6 +122,7 @@ class Tracer(TorchFunctionMode):
         before = [(x, x._version, self.registry.seen(x)) for x in tensors]
         result = run_op(func, name, args, kwargs)
         shapes = tuple(tuple(y.shape) for y in tree_leaves(result) if isinstance(y, Tensor))
+        followed = len(self.records)
         if shapes:
             self.label_unknown_tensors(tensors)
             self.note_inputs(name, tensors, [y for y in tree_leaves(result) if isinstance(y, Tensor)])
@@ -129,7 +130,7 @@ class Tracer(TorchFunctionMode):
         else:
             self.note_reads(name, tensors)
         written = [x for x, version, _ in before if x._version != version]
-        if shapes or written or name in VALUES:
+        if len(self.records) > followed or (not shapes and (written or name in VALUES)):
             idle = name in DROPOUTS and is_idle_dropout(args, kwargs)
             outputs = [y for y in tree_leaves(result) if isinstance(y, Tensor)]
             moves = bool(shapes) and self.records[-1].moves
