@@ -137,7 +137,7 @@ def _keep(slices: dict[str, dict[int, Tensor]], name: str, axis: int, counts: np
 
 
 def _size(sizes: dict[str, dict[str, int]], name: str, module: Any, attribute: str, value: int) -> None:
-    if getattr(module, attribute) != value:
+    if getattr(module, attribute, value) != value:
         sizes.setdefault(name, {})[attribute] = value
 
 
