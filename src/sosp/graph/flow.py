@@ -121,6 +121,8 @@ class Flow:
         parametric = np.frombuffer(self.graph.parametric, dtype=np.uint8).astype(bool)
         met = np.zeros(self.graph.count, dtype=bool)
         met[self.classes[~parametric]] = True
+        for d in self.graph.dense.values():  # the rows of a weight that is computed from parameters
+            met[self.classes[d.out]] = True
         return np.flatnonzero(parametric & ~met[self.classes])
 
     def _idle(self, pins: Ids) -> Ids:
