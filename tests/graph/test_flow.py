@@ -873,3 +873,47 @@ def test_a_longer_input_finds_all_positions() -> None:
     small = sosp.shrink(model, mask, x)
     longer = torch.randint(5, (2, 8))
     torch.testing.assert_close(small(longer), sosp.masked(model, mask)(longer), atol=1e-12, rtol=0)
+
+
+class Keeps(nn.Module):
+    """A table that the first call computes and keeps, as relative positions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.kept = nn.Linear(4, 6), nn.Linear(6, 2), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = torch.linspace(0, 1, 3, dtype=x.dtype, device=x.device).cumsum(0)[:, None]
+        return self.head(F.relu(self.body(x)) + self.kept)
+
+
+def test_what_the_first_call_keeps_does_not_pin() -> None:
+    torch.manual_seed(0)
+    model, x = Keeps().double().eval(), torch.randn(2, 3, 4, dtype=torch.float64)
+    mask = sosp.Mask.from_removed(model, {"body": [0, 3]}, x)
+    small = sosp.shrink(model, mask, x)
+    assert (small.body.out_features, small.head.in_features) == (4, 6)  # the table is added to all six
+    torch.testing.assert_close(small(x), sosp.masked(model, mask)(x), atol=1e-12, rtol=0)
+
+
+class Limited(nn.Module):
+    """An activation that is zero at zero or not, depending on the sign of a number that it holds."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.register_buffer("limit", torch.tensor(limit))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        return self.head(torch.where(x > 0, x, torch.expm1(torch.min(x, self.limit)) - x))
+
+
+@pytest.mark.parametrize("limit", [0.5, -0.5])
+def test_whether_zero_stays_zero_does_not_depend_on_the_sign_that_was_tried(limit: float) -> None:
+    torch.manual_seed(0)
+    model, x = Limited(limit).double().eval(), torch.randn(3, 4, dtype=torch.float64)
+    mask = sosp.Mask.from_removed(model, {"body": [0, 3]}, x)
+    small = sosp.shrink(model, mask, x)
+    torch.testing.assert_close(small(x), sosp.masked(model, mask)(x), atol=1e-12, rtol=0)

@@ -356,10 +356,17 @@ def _probe(
     out = [d for d in found if d is not None]
 
     def zero(which: set[int]) -> bool:
-        ys = run(lambda k, x: x.index_fill(axes[k], S, 0) if k in which else x)
-        return all(bool((y.index_select(d, S) == 0).all()) for y, d in zip(ys, out, strict=True))
+        for turn in (torch.positive, torch.neg):  # the smaller of 0 and another number is 0 for one sign of that number
+            ys = run(lambda k, x: x.index_fill(axes[k], S, 0) if k in which else _turn(x, turn))  # noqa: B023
+            if not all(bool((y.index_select(d, S) == 0).all()) for y, d in zip(ys, out, strict=True)):
+                return False
+        return True
 
     return SlicedOp(tuple(out), tuple(zero({k}) for k in axes), zero(set(axes)))
+
+
+def _turn(x: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
+    return turn(x) if x.is_floating_point() else x
 
 
 def _random(like: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -122,7 +122,11 @@ class Tracer(TorchFunctionMode):
         before = [(x, x._version, self.registry.seen(x)) for x in tensors]
         result = run_op(func, name, args, kwargs)
         shapes = tuple(tuple(y.shape) for y in tree_leaves(result) if isinstance(y, Tensor))
-        followed = len(self.records)
+        if is_turned_weight(name, args, self.layer_parameters):  # part of the product that follows
+            self.registry.turned[id(result)] = args[0]
+            self.registry.put(result, None)
+            self.note_inputs(name, tensors, [result])
+            return result
         if shapes:
             self.label_unknown_tensors(tensors)
             self.note_inputs(name, tensors, [y for y in tree_leaves(result) if isinstance(y, Tensor)])
@@ -130,7 +134,7 @@ class Tracer(TorchFunctionMode):
         else:
             self.note_reads(name, tensors)
         written = [x for x, version, _ in before if x._version != version]
-        if len(self.records) > followed or (not shapes and (written or name in VALUES)):
+        if shapes or written or name in VALUES:
             idle = name in DROPOUTS and is_idle_dropout(args, kwargs)
             outputs = [y for y in tree_leaves(result) if isinstance(y, Tensor)]
             moves = bool(shapes) and self.records[-1].moves
@@ -213,10 +217,6 @@ class Tracer(TorchFunctionMode):
     def follow(self, call: OpCall, result: Any, args: Any, kwargs: Any) -> None:
         """Label what came out, and keep a record of the op."""
         leaves, spec = tree_flatten(result)
-        if is_turned_weight(call.name, args, self.layer_parameters):
-            self.registry.turned[id(result)] = args[0]
-            self.registry.put(result, None)
-            return
         found, moves = self.label_outputs(*self.read_turned_weights(call, args), kwargs)
         given = tuple(self.registry.seen(call.leaves[k]) for k in call.tensors)
         where, mixed = find_user_line(), self.registry.find_mixing_op(call.leaves)
