@@ -346,7 +346,8 @@ def _trace(model: nn.Module, inputs: Any, real: bool) -> Flow:
     pin_other_paths(graph, unused)
     norms = frozenset(n for n in graph.calls if is_norm(model.get_submodule(n)))
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    kept = (model, inputs) if real else (twin, clone_inputs(inputs, real=False))
+    # The network has not run: code may compute something in its first call only and keep it.
+    kept = (model, inputs) if real else (copy_to_meta(model), clone_inputs(inputs, real=False))
     return Flow(graph, graph.classes(), shapes, untraced, real, norms, unused, *kept, pair_modes(graph))
 
 
