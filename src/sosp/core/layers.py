@@ -259,7 +259,7 @@ def _make_placeholder(part: nn.Module) -> nn.Module:
     kind = find_layer_type(part)
     if kind is not None:
         return ZeroLayer(part, kind.channels(part))
-    if not part._modules:
+    if not part._modules or is_norm(part):  # timm's norms hold their activation
         return nn.Identity() if part._parameters or (part._buffers and not isinstance(part, ZeroLayer)) else part
     part = copy.copy(part)
     part._modules = {key: child for key, child in part._modules.items() if key != "scatter"}

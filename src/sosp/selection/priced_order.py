@@ -27,7 +27,8 @@ from sosp.selection.savings import Savings
 SAVING_POWER = 0.75  # below 1: many cheap removals cost more together than their sum
 CROWDING_POWER = 2
 STEPS = {"cpu": 8, "cuda": 32}  # widths that are multiples of this are fast there
-LEAST_STEPS = 8  # of the width of a layer: narrow ones have smaller steps
+FITTING = {"cpu": (8, 8), "cuda": (4, 2)}  # so many steps must fit into a layer; the second inside a branch
+SMALL = 8  # in narrower layers the step is the power of two that fits so often
 
 
 def order_by_price(
@@ -189,17 +190,18 @@ def list_layers(
         alone = np.isin(np.arange(len(structures)), mine)
         emptied = branches.find(alone)
         each = max(1, int(np.isin(ids.numpy(), mine).sum()) // max(len(mine), 1))
-        step = choose_step(layer.channels, round_to)
+        step = choose_step(layer.channels, emptied is not None and bool(emptied.ends), round_to)
         most = limit_removals([len(mine)], cap)[0]
         found.append(LayerState(mine, len(mine), layer.channels, each, max(1, step // each), most, cut=emptied is None))
     return found
 
 
-def choose_step(width: int, round_to: int | str) -> int:
+def choose_step(width: int, emptiable: bool, round_to: int | str) -> int:
     """Return the number of channels that go together from a layer."""
     if not isinstance(round_to, str):
         return round_to
     step = STEPS[round_to]
-    while step > 1 and step * LEAST_STEPS > width:
-        step //= 2
+    if width < FITTING[round_to][emptiable] * step:
+        while step > 1 and step * SMALL > width:
+            step //= 2
     return step
