@@ -38,7 +38,7 @@ MOST_ROWS, MOST_ENTRIES = 19, 18  # of the table, and of src/sosp with its py.ty
 
 # In the order of the flow.
 PUBLIC = [
-    *("prune", "Pruned", "Scoring", "Selection", "Repair"),
+    *("prune", "Pruned", "PruningWarning", "tradeoff", "Tradeoff", "TradeoffPoint", "Scoring", "Selection", "Repair"),
     *("trace", "Flow", "find_structures", "downsampling", "Structures", "Layer"),
     *("score", "METHODS", "Saliency", "SlowPathWarning"),
     *("select", "Mask", "masked"),

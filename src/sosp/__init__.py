@@ -1,6 +1,7 @@
 """Second-order structured pruning: make trained networks smaller by what removing each structure does to the loss.
 
 pruned = sosp.prune(model, data, macs=0.5)                 # all of it
+curve = sosp.tradeoff(model, data)                         # at eight budgets, to choose one by looking
 
 structures = sosp.find_structures(model, example)          # or step by step: what can be removed
 saliency = sosp.score(model, data, method="sosp-h")        # what removing it does to the loss
@@ -25,7 +26,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time a name is import
     from sosp.graph.records import Layer, Saliency, Structures
     from sosp.graph.structures import downsampling, find_structures
     from sosp.pipeline.prune import prune
-    from sosp.pipeline.pruned import Pruned
+    from sosp.pipeline.pruned import Pruned, PruningWarning
+    from sosp.pipeline.tradeoff import Tradeoff, TradeoffPoint, tradeoff
     from sosp.pipeline.train import train
     from sosp.refit import Repaired, repair
     from sosp.refit.repair_options import Repair
@@ -49,7 +51,8 @@ else:
         __name__,
         names={
             "sosp.pipeline.prune": "prune",
-            "sosp.pipeline.pruned": "Pruned",
+            "sosp.pipeline.pruned": "Pruned PruningWarning",
+            "sosp.pipeline.tradeoff": "tradeoff Tradeoff TradeoffPoint",
             "sosp.pipeline.train": "train",
             "sosp.graph.flow": "trace Flow",
             "sosp.graph.structures": "find_structures downsampling",
@@ -82,7 +85,7 @@ __version__ = "0.1.0"
 
 # In the order of the flow.
 __all__ = [
-    "prune", "Pruned", "Scoring", "Selection", "Repair",
+    "prune", "Pruned", "PruningWarning", "tradeoff", "Tradeoff", "TradeoffPoint", "Scoring", "Selection", "Repair",
     "trace", "Flow", "find_structures", "downsampling", "Structures", "Layer",
     "score", "METHODS", "Saliency", "SlowPathWarning",
     "select", "Mask", "masked",

@@ -48,9 +48,9 @@ TRAIN = (
     "--pad-widths --save-every"
 )
 PRUNE = (
-    "--ratio --params --macs --method --preset --groups --kind --cap --scope --ratios --rule --scale --round-to "
-    "--join --targets --temperature --examples --samples --objective --gate --exclude --downsampling --repair "
-    "--repair-examples --sweeps --rounds --recalibrate --curve"
+    "--ratio --params --macs --max-drop --method --preset --groups --kind --cap --scope --ratios --rule --scale "
+    "--round-to --join --targets --temperature --examples --samples --objective --gate --exclude --downsampling "
+    "--repair --repair-examples --sweeps --rounds --recalibrate --curve"
 )
 COMPARE = "--methods --ratios --seeds --statistics --repair"
 SOME = "--gate --groups --exclude --downsampling --examples"
@@ -64,6 +64,10 @@ SURFACE = {
     "finetune": f"MODEL|RUN --dry-run --resume {MODEL} {DATA} {TRAIN} {RUN} --json",
     "run": f"CONFIG|RUN --dry-run --resume {RUN} --json",
     "compare": f"MODEL|RUN --dry-run --resume {MODEL} {DATA} {COMPARE} {SOME} {TRAIN} {RUN} --json",
+    "tradeoff": (
+        f"MODEL|RUN --budgets {MODEL} {DATA} {PRUNE.partition('--max-drop ')[2].partition(' --recalibrate')[0]} "
+        "--out --seed --device --json"
+    ),
     "expand": f"MODEL|RUN --dry-run --resume {MODEL} {DATA} {EXPAND} {SCORE} --cap {TRAIN} {RUN} --json",
     "bottlenecks": (
         f"MODEL|RUN --ratios --subsamples --alpha {MODEL} {DATA} {SCORE} --objective --samples --seed --device --json"

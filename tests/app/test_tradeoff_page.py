@@ -10,7 +10,7 @@ from browser import MIDDLE, Browser, browser, find
 
 from sosp.app.report import write_tradeoff_page
 from sosp.errors import ArgumentError, RunError
-from sosp.selection.tradeoff_points import TradeoffPoint
+from sosp.pipeline.tradeoff import TradeoffPoint
 
 POINTS = [
     TradeoffPoint(1.0, 1.0, 1.0, 1.0, 15.0, {"conv1": (16, 16), "layer1.0.conv2": (64, 64)}),

@@ -28,6 +28,7 @@ from sosp.core.batches import (
 )
 from sosp.core.opened_data import open_data_once
 from sosp.errors import DataError
+from sosp.training.user_data import PairSource
 
 METHODS = ("sosp-h", "sosp-i", "sosp-i-diagonal", "first-order", "exact")  # those that differentiate the loss
 # Ten examples summed in another order: relative errors of a few times 1e-16, and numbers of size 1.
@@ -233,6 +234,40 @@ def subset(examples: int, seed: int | None = None, total: int = 40) -> list[int]
     return [int(i) for chunk in chunks for i in chunk.inputs]
 
 
+@pytest.mark.parametrize("kind", ["a pair", "a tensor", "a dataset", "a source", "a list", "a dict"])
+def test_what_is_skipped_is_what_was_drawn_first(kind: str) -> None:
+    """40 examples, 15 drawn, then 20 more, then the 5 that are left."""
+    x = torch.arange(40.0)[:, None]
+    data: Any = {
+        "a pair": (x, x[:, 0].long()),
+        "a tensor": x,
+        "a dataset": Numbers(),
+        "a source": PairSource(x, x[:, 0].long()),
+        "a list": [(part, part[:, 0].long()) for part in x.split(7)],
+        "a dict": {"x": x, "labels": x[:, 0].long()},
+    }[kind]
+
+    def read(examples: int, skip: int) -> list[int]:
+        generator = torch.Generator().manual_seed(3)
+        chunks = iterate_chunks(data, examples, generator, alone=True, skip=skip)
+        inputs = [chunk.inputs["x"] if chunk.keyed else chunk.inputs for chunk in chunks]
+        return [int(i) for part in inputs for i in part]
+
+    parts = [read(15, 0), read(20, 15), read(20, 35), read(20, 40)]
+    assert [len(part) for part in parts] == [15, 20, 5, 0]
+    assert sorted(i for part in parts for i in part) == list(range(40))
+
+
+class Numbers(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """Example i is the number i."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return torch.tensor([float(i)]), i
+
+
 def test_a_subset_of_a_pair_is_random_but_repeatable() -> None:
     assert subset(7) == subset(7)
     assert subset(7, seed=1) == subset(7, seed=1)
@@ -373,9 +408,10 @@ def test_two_batches_without_targets_are_refused_where_targets_are_needed() -> N
 def test_an_autoencoder_is_scored_and_repaired_with_both_batches() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6))
-    x = torch.randn(80, 6)
+    x, everything = torch.randn(80, 6), sosp.Scoring(examples=None)
     two, one = (
-        sosp.prune(model, data, ratio=0.5, method="sosp-obs", repair=True, loss="mse") for data in ([*x.split(40)], x)
+        sosp.prune(model, data, ratio=0.5, method="sosp-obs", repair=True, loss="mse", scoring=everything)
+        for data in ([*x.split(40)], x)
     )
     assert two.saliency.examples == 80
     assert two.repaired is not None

@@ -240,8 +240,8 @@ ALONE: dict[str, Callable[[Tensor], Any]] = {
 def test_inputs_without_labels(form: str) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(200, 5)
-    wanted = sosp.prune(model, x, ratio=0.5, method="sosp-obs", repair=True)
-    found = sosp.prune(model, ALONE[form](x), ratio=0.5, method="sosp-obs", repair=True)
+    how: dict[str, Any] = {"method": "sosp-obs", "repair": True, "scoring": sosp.Scoring(examples=None)}
+    wanted, found = (sosp.prune(model, data, ratio=0.5, **how) for data in (x, ALONE[form](x)))
     assert torch.allclose(found.saliency.scores, wanted.saliency.scores, rtol=1e-4)  # single precision
     assert sosp.score(model, ALONE[form](x), method="magnitude-l1").scores.shape == (8,)
     assert found.repaired is not None
@@ -256,7 +256,8 @@ def test_dicts_without_labels(method: str) -> None:
     for data in ({"input": x}, [{"input": x[:40]}, {"input": x[40:]}], Items(200, lambda i: {"input": x[i]})):
         found = sosp.score(model, data, method=method).scores
         assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-6)  # single precision
-        repaired = sosp.prune(model, data, ratio=0.5, method=method, repair=True).repaired
+        how: dict[str, Any] = {"method": method, "repair": True, "scoring": sosp.Scoring(examples=None)}
+        repaired = sosp.prune(model, data, ratio=0.5, **how).repaired
         assert repaired is not None
         assert repaired.examples == 200
 

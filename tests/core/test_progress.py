@@ -83,7 +83,8 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], int | None]] = {
 def test_a_bar_counts_to_the_examples_there_are(form: str, totals: list[Any]) -> None:
     model, x, y = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(64, 3), torch.arange(64) % 2
     make, total = FORMS[form]
-    for run in (sosp.score, *(partial(run, ratio=0.5) for run in (sosp.prune, sosp.eigendamage))):
+    prune = partial(sosp.prune, scoring=sosp.Scoring(examples=None))
+    for run in (sosp.score, *(partial(run, ratio=0.5) for run in (prune, sosp.eigendamage))):
         totals.clear()
         run(model, make(x, y))
         assert totals[0] == total

@@ -84,7 +84,7 @@ def test_prune_and_repair() -> None:
     assert plain.mask == repaired.mask
     assert plain.cost_after == repaired.cost_after
     assert off(repaired.model, c.model, x) < 0.8 * off(plain.model, c.model, x)
-    assert str(repaired).splitlines()[-1] == repaired.repaired.summary
+    assert repaired.repaired.summary in str(repaired).splitlines()
 
 
 @pytest.mark.parametrize("loss", ["mse", lambda f, y: (f - y).square().mean(1)], ids=["by name", "of ones own"])
@@ -92,7 +92,7 @@ def test_outputs_that_are_numbers_are_repaired_as_numbers(loss: LossLike) -> Non
     c = case("mlp")
     x = inputs(c.inputs)
     data = (x, 50 * c.model(x).detach())
-    found = sosp.prune(c.model, data, ratio=0.4, loss=loss, repair=True)
+    found = sosp.prune(c.model, data, ratio=0.4, loss=loss, repair=True, scoring=sosp.Scoring(examples=None))
     plain = sosp.shrink(c.model, found.mask, x)
     wanted = sosp.repair(plain, c.model, data, loss="mse")
     for name, weight in wanted.model.state_dict().items():

@@ -28,6 +28,7 @@ from sosp.core.options import (
 from sosp.errors import ArgumentError, suggest_name
 from sosp.nets import Width
 from sosp.pipeline.cut import LABELLED_EXAMPLES, PRESETS
+from sosp.pipeline.largest_cut import check_budgets
 from sosp.refit.repair_options import Repair
 from sosp.scoring.methods import METHODS
 from sosp.scoring.scoring_options import Scoring
@@ -170,6 +171,11 @@ class BudgetSection:
     )
     params: float | None = define_option(NUMBER, "Budget: parameters to keep, as a share or a number.", low=0)
     macs: float | None = define_option(NUMBER, "Budget: MACs to keep, as a share or a number.", low=0)
+    max_drop: float | None = define_option(
+        NUMBER,
+        "Prune as much as possible while the accuracy on unused inputs falls by at most this much; 0.01 is one point.",
+        low=0,
+    )
     method: str | None = define_option(
         TEXT,
         "Scoring method.",
@@ -208,6 +214,7 @@ class PruningSection(Scoring, Selection, BudgetSection):
 
     def __post_init__(self) -> None:
         check_selection(self.selection, self.ratio, self.params, self.macs)
+        check_budgets(max_drop=self.max_drop, ratio=self.ratio, params=self.params, macs=self.macs, ratios=self.ratios)
         if self.samples is not None and self.method is not None and not METHODS[self.method].samples:
             those = ", ".join(repr(name) for name, m in METHODS.items() if m.samples)
             raise ArgumentError(f"samples is only for {those}, not for {self.method!r}.")
@@ -225,7 +232,7 @@ class PruningSection(Scoring, Selection, BudgetSection):
     @property
     def budget(self) -> dict[str, float]:
         """Return the given budgets; ``ratio=0.5`` if no budget and no ratios are given."""
-        found = {name: getattr(self, name) for name in ("ratio", "params", "macs")}
+        found = {name: getattr(self, name) for name in ("ratio", "params", "macs", "max_drop")}
         given = {name: value for name, value in found.items() if value is not None}
         return given or ({} if self.ratios else {"ratio": 0.5})
 

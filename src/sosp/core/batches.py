@@ -131,6 +131,7 @@ def iterate_chunks(
     alone: bool = False,
     device: torch.device | None = None,
     model: nn.Module | None = None,
+    skip: int = 0,
 ) -> Iterator[Chunk]:
     """Yield the first ``examples`` examples of ``data``, batch by batch; of a pair of tensors, a random subset.
 
@@ -140,12 +141,13 @@ def iterate_chunks(
     of one kind is a list of batches, also when there are two. ``device``: where the batches of a source, a dataset or
     arrays are put, by default where the model is. ``model``: whose inputs these are. It tells several inputs from
     (inputs, targets), images from batches, and the precision of arrays. A batch that is not divisible comes whole,
-    also where it has more examples than are left to take.
+    also where it has more examples than are left to take. ``skip``: leave out as many, those that a call with
+    ``examples=skip`` and the same seed yields.
     """
     if examples is not None and (not is_whole(examples) or examples < 1):
         raise ArgumentError(f"examples={examples!r} must be a positive whole number, or None for all the data.")
     left = examples
-    for chunk in _chunks(data, examples, generator, alone, describe_inputs(model, device)):
+    for chunk in _chunks(data, examples, generator, alone, describe_inputs(model, device), skip):
         if left is not None and chunk.size > left and chunk.divisible:
             chunk = chunk.rows(0, left)
         if chunk.size:
@@ -191,23 +193,32 @@ def select_training_part(data: Any) -> Any:
 
 
 def _chunks(
-    data: Any, examples: int | None, generator: torch.Generator | None, alone: bool, form: InputForm
+    data: Any,
+    examples: int | None,
+    generator: torch.Generator | None,
+    alone: bool,
+    form: InputForm,
+    skip: int,
 ) -> Iterator[Chunk]:
     data = prepare_data(select_training_part(data), form)
     if is_source(data):
-        count = len(data) if examples is None else min(examples, len(data))
-        some = data.subset(count, 0 if generator is None else generator.initial_seed())
+        count = min(len(data) if examples is None else examples, len(data) - skip)
+        if count < 1:
+            return iter(())
+        first = {"start": skip} if skip else {}
+        some = data.subset(count, 0 if generator is None else generator.initial_seed(), **first)
+        skip = 0
         data = (some if form.device is None else some.to(form.device)).ordered(batch=PAIR)
     elif is_dataset(data):
-        return _chunks_of_dataset(data, examples, generator, alone, form)
+        return _chunks_of_dataset(data, examples, generator, alone, form, skip)
     if alone and ((isinstance(data, Tensor) and data.dim()) or form.are_inputs(data)):
         inputs = _plain(data)
-        parts = _split_pair(inputs, torch.zeros(find_batch_size(inputs) or 0), examples, generator)
+        parts = _split_pair(inputs, torch.zeros(find_batch_size(inputs) or 0), examples, generator, skip)
         return (replace(chunk, targets=None) for chunk in parts)
     if is_pair(data):
-        return _split_pair(_plain(data[0]), data[1], examples, generator)
+        return _split_pair(_plain(data[0]), data[1], examples, generator, skip)
     if isinstance(data, Mapping):
-        return iter([_chunk(data, 0, alone, form)])
+        return _skip_examples([_chunk(data, 0, alone, form)], skip)
     if isinstance(data, Tensor) or form.are_inputs(data):
         raise DataError(f"data is a {type(data).__name__} of {UNLABELLED}")
     if isinstance(data, str) or not isinstance(data, Iterable):
@@ -215,14 +226,31 @@ def _chunks(
             f"data is a {type(data).__name__}; give a DataLoader, an iterable of (inputs, targets), a pair of tensors "
             "(inputs, targets), a Dataset, or dict batches with 'labels'."
         )
-    return (_chunk(batch, index, alone, form) for index, batch in enumerate(data))
+    return _skip_examples((_chunk(batch, index, alone, form) for index, batch in enumerate(data)), skip)
+
+
+def _skip_examples(chunks: Iterable[Chunk], skip: int) -> Iterator[Chunk]:
+    """Yield the chunks without the first ``skip`` examples; of a chunk that is not divisible, all or nothing."""
+    for chunk in chunks:
+        if skip <= 0:
+            yield chunk
+        elif skip < chunk.size and chunk.divisible:
+            yield chunk.rows(skip, chunk.size)
+        skip -= chunk.size
 
 
 def _chunks_of_dataset(
-    data: Any, examples: int | None, generator: torch.Generator | None, alone: bool, form: InputForm
+    data: Any, examples: int | None, generator: torch.Generator | None, alone: bool, form: InputForm, skip: int
 ) -> Iterator[Chunk]:
     """Yield batches of a dataset; every example is named by its number there."""
-    order = _draw_rows(len(data), examples, generator).tolist() if is_indexed_dataset(data) else None
+    if not is_indexed_dataset(data):
+        yield from _skip_examples(_number_examples(data, None, alone, form), skip)
+        return
+    order = _draw_rows(len(data), examples, generator, skip).tolist()
+    yield from _number_examples(data, order, alone, form) if order else ()
+
+
+def _number_examples(data: Any, order: list[int] | None, alone: bool, form: InputForm) -> Iterator[Chunk]:
     numbers = itertools.count() if order is None else iter(order)
     for index, batch in enumerate(DatasetBatches(data, form, order)):
         chunk = _chunk(batch, index, alone, form)
@@ -244,22 +272,23 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _split_pair(
-    inputs: Any, targets: Tensor, examples: int | None, generator: torch.Generator | None
+    inputs: Any, targets: Tensor, examples: int | None, generator: torch.Generator | None, skip: int
 ) -> Iterator[Chunk]:
     total = targets.shape[0]
     if (size := _count_labelled(inputs, targets)) != total:
         raise DataError(f"the inputs hold {size} examples and the targets {total}; give the same number of each.")
-    for part in _draw_rows(total, examples, generator).split(PAIR):
+    rows = _draw_rows(total, examples, generator, skip)
+    for part in rows.split(PAIR) if len(rows) else ():
         x, y = tree_map(lambda x, part=part: x[part.to(x.device)] if _by_example(x, total) else x, (inputs, targets))
         yield Chunk(x, y, tuple((None, i, 1) for i in part.tolist()))
 
 
-def _draw_rows(total: int, examples: int | None, generator: torch.Generator | None) -> Tensor:
-    """Return the numbers of all examples or of a random subset, in order."""
-    if examples is None or examples >= total:
+def _draw_rows(total: int, examples: int | None, generator: torch.Generator | None, skip: int) -> Tensor:
+    """Return the numbers of all examples or of a random subset, in order; without the ``skip`` drawn first."""
+    if not skip and (examples is None or examples >= total):
         return torch.arange(total)
     generator = generator or torch.Generator().manual_seed(0)
-    return torch.randperm(total, generator=generator, device=generator.device)[:examples].cpu().sort().values
+    return torch.randperm(total, generator=generator, device=generator.device)[skip:][:examples].cpu().sort().values
 
 
 def find_batch_size(inputs: Any) -> int | None:

@@ -172,12 +172,19 @@ def check_network(model: object) -> None:
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ArgumentError(f"the model is the class {model.__name__}; give an instance of it, {model.__name__}(...).")
     if not isinstance(model, nn.Module):
+        refuse_record(model)
         raise ArgumentError(f"the model {model!r:.80} is a {type(model).__name__}; give a torch.nn.Module.")
     if "_orig_mod" in model._modules:
         raise ArgumentError(
             "the model was compiled with torch.compile, which hides its layers. Give the original module "
             "(model._orig_mod), and compile the smaller network."
         )
+
+
+def refuse_record(model: object) -> None:
+    """Refuse a record that holds a network, such as what ``sosp.prune`` returns, and say where it is."""
+    if not isinstance(model, nn.Module) and isinstance(getattr(model, "model", None), nn.Module):
+        raise ArgumentError(f"the model is a {type(model).__name__} record; give its network: .model")
 
 
 def refuse_uninitialised(model: nn.Module) -> None:

@@ -61,8 +61,8 @@ class Source(Protocol):
         """The same images, whose batches come on ``device``."""
         ...
 
-    def subset(self, count: int, seed: int) -> Source:
-        """So many images drawn at random, in the order they had."""
+    def subset(self, count: int, seed: int, *, start: int = 0) -> Source:
+        """So many images drawn at random, in the order they had; other ones than ``subset(start, seed)``."""
         ...
 
 
@@ -136,11 +136,11 @@ def make_generator(seed: int, number: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(np.random.SeedSequence(both).generate_state(1)[0]))
 
 
-def draw_rows(total: int, count: int, seed: int) -> Tensor:
-    """``count`` of ``total`` rows at random, sorted."""
-    if check_whole_number("count", count) > total:
-        raise ArgumentError(f"count={count} images cannot be drawn from {total}.")
-    return torch.randperm(total, generator=make_generator(seed, 0))[:count].sort().values
+def draw_rows(total: int, count: int, seed: int, start: int = 0) -> Tensor:
+    """``count`` of ``total`` rows at random, sorted; none of the first ``start`` rows that this seed draws."""
+    if check_whole_number("count", count) + start > total:
+        raise ArgumentError(f"count={count} images cannot be drawn from {total - start}.")
+    return torch.randperm(total, generator=make_generator(seed, 0))[start : start + count].sort().values
 
 
 def apply_limit(total: int, limit: int | None) -> int:

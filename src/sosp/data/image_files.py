@@ -126,8 +126,8 @@ class Folder:
     def to(self, device: Device) -> Folder:
         return replace(self, device=torch.device(device), scale=self.scale.to(device))
 
-    def subset(self, count: int, seed: int) -> Folder:
-        rows = draw_rows(len(self), count, seed)
+    def subset(self, count: int, seed: int, *, start: int = 0) -> Folder:
+        rows = draw_rows(len(self), count, seed, start)
         return replace(self, files=tuple(self.files[row] for row in rows.tolist()), labels=self.labels[rows])
 
 

@@ -140,8 +140,8 @@ class Resident:
     def to(self, device: Device) -> Resident:
         return replace(self, images=self.images.to(device), labels=self.labels.to(device), scale=self.scale.to(device))
 
-    def subset(self, count: int, seed: int) -> Resident:
-        rows = draw_rows(len(self), count, seed).to(self.labels.device)
+    def subset(self, count: int, seed: int, *, start: int = 0) -> Resident:
+        rows = draw_rows(len(self), count, seed, start).to(self.labels.device)
         return replace(self, images=self.images[rows], labels=self.labels[rows])
 
 

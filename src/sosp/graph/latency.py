@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from sosp.core.batches import call_model
-from sosp.core.borrowed_model import find_device, preserve_state, refuse_uninitialised
+from sosp.core.borrowed_model import find_device, preserve_state, refuse_record, refuse_uninitialised
 from sosp.errors import ArgumentError, StructureError, check_whole_number
 
 
@@ -63,6 +63,8 @@ def latency(
     check_whole_number("runs", runs)
     check_whole_number("warmup", warmup, least=0)
     models = dict(model) if isinstance(model, Mapping) else {"": model}
+    for m in models.values():
+        refuse_record(m)
     if not models or not all(isinstance(m, nn.Module) for m in models.values()):
         raise ArgumentError("latency takes a module, or a dict of names and modules.")
     where = _device(device) if device is not None else find_device(next(iter(models.values())))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import floor
@@ -11,12 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from sosp.core.batches import Chunk
+from sosp.core.batches import Chunk, is_source, iterate_chunks
 from sosp.core.borrowed_model import check_network, find_device
 from sosp.core.loss_names import AUTO, LossLike, name_loss
-from sosp.core.opened_data import has_two_parts, open_data_once
-from sosp.errors import ArgumentError, BudgetError, StructureError, check_choice, check_whole_number
-from sosp.graph.flow import Flow, follow_channels
+from sosp.core.opened_data import count_expected_examples, has_two_parts, open_data_once
+from sosp.errors import ArgumentError, StructureError, check_choice, check_whole_number
+from sosp.graph.flow import follow_channels
 from sosp.graph.plan import compute_whole_cost, plan_removal
 from sosp.graph.records import Saliency, Structures
 from sosp.graph.structures import Exclude, find_excluded_names, find_structures
@@ -26,7 +25,7 @@ from sosp.refit.repair_options import Repair
 from sosp.scoring.methods import METHODS
 from sosp.scoring.score import score
 from sosp.scoring.scoring_options import Scoring
-from sosp.selection.select import Selection, check_selection, select_and_plan
+from sosp.selection.select import Selection, select_and_plan
 from sosp.surgery.shrink import shrink
 
 PRESETS = ("default", "paper")
@@ -35,6 +34,7 @@ PAPER_SELECTION = Selection(groups="independent", rule="saliency", round_to=1)
 OWN_EXAMPLES, LABELLED_EXAMPLES = 256, 1000  # scores on own outputs repeat with a quarter of the examples
 REPAIR_EXAMPLES, LEAST_REPAIR_EXAMPLES = 1000, 64
 REPAIR_MACS = 4e11  # of all inputs in one pass on a CPU: repair runs the network several times per layer
+LEAST_UNUSED, MOST_UNUSED = 8, 500  # inputs that are left for measuring; a tenth where there are few
 MOST_PAIRED = 16384  # structures: their pairs have 1 GiB in single precision
 MOST_OUTPUTS = 16  # with more, SAMPLED cotangents per example stand for all outputs
 SAMPLED = 4  # saliencies of 256 examples at 1,000 outputs are then 5 % off, of the 15 % that the examples make
@@ -56,6 +56,10 @@ class PruningCall:
     selection: Selection
     repair: Repair | None
     paper: bool
+    test: Any = None  # the test part of a dataset of sosp.data
+    seed: int | None = 0  # that draws the inputs of scoring and repair; None where each draws with another one
+    repair_inputs: Any = None  # those read already
+    state: torch.Tensor | None = None  # of the generator at the start: every scoring draws the same examples
 
     @classmethod
     def open(
@@ -81,32 +85,21 @@ class PruningCall:
         selection = _complete(selection or Selection(), PAPER_SELECTION if paper else Selection())
         if isinstance(repairing, Repair):
             check_whole_number("rounds", repairing.rounds)
+        test = getattr(data, "test", None)
         head, data = open_data_once(data, find_device(model), keep=True, model=model)
         if repairing is None:  # a layer is fitted to some inputs and tested on others
             repairing = not paper and has_two_parts(data, model)
         how = repairing if isinstance(repairing, Repair) else Repair() if repairing else None
         keep = frozenset(find_excluded_names(model, exclude, parameters=False))
-        return cls(model, data, head, method, loss, keep, scoring, selection, how, paper)
+        state = None if scoring.generator is None else scoring.generator.get_state()
+        seed = _find_common_seed(scoring.generator, how)
+        test = test if is_source(test) else None
+        return cls(model, data, head, method, loss, keep, scoring, selection, how, paper, test, seed, state=state)
 
     @property
     def ways(self) -> Sequence[Any]:
         """Return the groups to try: the next where no channel, or too few, can be removed as a whole."""
         return ("coupled", "independent") if self.selection.groups is None else (self.selection.groups,)
-
-    def prune(self, **budget: float | None) -> Pruned:
-        """Score, remove and repair."""
-        check_selection(self.selection, **budget)
-        for groups in self.ways:
-            try:
-                started = time.perf_counter()
-                saliency = self.score(self.model, groups)
-                seconds = {"scoring": time.perf_counter() - started}
-                found = self.cut(saliency, groups, **budget)
-                return replace(found, seconds=seconds | {"all": time.perf_counter() - started})
-            except (StructureError, BudgetError):  # no channel, or too few, can be removed as a whole
-                if groups is self.ways[-1]:
-                    raise
-        raise AssertionError
 
     def find_structures(self, network: nn.Module, groups: Any) -> Structures:
         """Find what may be removed from a network."""
@@ -133,6 +126,8 @@ class PruningCall:
         """Find what may be removed from a network, and score it."""
         structures = self.find_structures(network, groups)
         how = choose_scoring(structures, self)
+        if self.state is not None and self.scoring.generator is not None:
+            self.scoring.generator.set_state(self.state)
         return score(network, self.data, loss=self.loss, structures=structures, **how)
 
     def cut(self, saliency: Saliency, groups: Any, **budget: float | None) -> Pruned:
@@ -164,16 +159,52 @@ class PruningCall:
         """Repair a pruned network."""
         how = self.repair
         assert how is not None
-        examples = _count_repair_inputs(self.model, saliency.structures.flow)
         return repair(
             small,
             self.model,
-            self.data,
-            examples=examples if how.examples == "auto" else how.examples,  # type: ignore[arg-type]
+            self.data if self.repair_inputs is None else self.repair_inputs,
+            examples=self.count_repair_inputs(saliency),
             loss=saliency.loss or name_loss(self.loss) or "mse",  # of a loss of their own nothing is known
             sweeps=how.sweeps,
-            seed=how.seed,
+            seed=self.repair_seed,
         )
+
+    @property
+    def repair_seed(self) -> int:
+        """Return the seed that draws the inputs of the repair: that of scoring, unless it has its own."""
+        return (self.repair.seed if self.repair is not None else 0) or self.seed or 0
+
+    # Which inputs are used, and which are not ---------------------------------------------------------------------
+
+    def count_inputs(self, most: int) -> int:
+        """Return the number of inputs; of data without a length, at most ``most``, which are read for it."""
+        known = count_expected_examples(self.data, None)
+        some = iterate_chunks(self.data, most, None, alone=True, model=self.model) if known is None else ()
+        return sum(chunk.size for chunk in some) if known is None else known
+
+    def leave_unused(self, wanted: int) -> int:
+        """Return the number of inputs to use: some are left for measuring, unless there are others or none can be."""
+        given = [self.scoring.examples, *([] if self.repair is None else [self.repair.examples])]
+        full = any(n is None or (not isinstance(n, str) and self.count_inputs(n + 1) <= n) for n in given)
+        if self.test is not None or full:
+            return wanted
+        inputs = self.count_inputs(wanted + wanted // 8 + LEAST_UNUSED)  # of so many, a tenth can be left
+        leave = min(MOST_UNUSED, max(LEAST_UNUSED, inputs // 10)) if inputs >= 4 * LEAST_UNUSED else 0
+        return min(wanted, max(1, inputs - leave))
+
+    def count_affordable(self, macs: int, limit: float, least: int, most: int) -> int:
+        """Return a number of inputs: fewer for a network with large inputs, on a CPU."""
+        affordable = int(limit / max(macs, 1)) if find_device(self.model).type == "cpu" else most
+        return min(most, max(least, affordable))
+
+    def count_repair_inputs(self, saliency: Saliency) -> int:
+        """Return the number of inputs to repair with."""
+        assert self.repair is not None
+        if not isinstance(self.repair.examples, str):
+            return self.repair.examples
+        check_choice("examples", self.repair.examples, ("auto",))
+        macs = count_macs(saliency)
+        return self.leave_unused(self.count_affordable(macs, REPAIR_MACS, LEAST_REPAIR_EXAMPLES, REPAIR_EXAMPLES))
 
 
 def select_and_shrink(
@@ -213,7 +244,7 @@ def choose_scoring(structures: Structures, call: PruningCall) -> dict[str, Any]:
     examples = how.examples
     if isinstance(examples, str):
         check_choice("examples", examples, ("auto",))
-        examples = LABELLED_EXAMPLES if labels else OWN_EXAMPLES
+        examples = call.leave_unused(LABELLED_EXAMPLES if labels else OWN_EXAMPLES)
     sampled = not labels and METHODS[method].samples and structures.outputs > MOST_OUTPUTS
     return {
         "method": method,
@@ -226,12 +257,21 @@ def choose_scoring(structures: Structures, call: PruningCall) -> dict[str, Any]:
     }
 
 
-def _count_repair_inputs(model: nn.Module, flow: Flow | None) -> int:
-    """Return the number of inputs to repair with: fewer for a network with large inputs, on a CPU."""
-    if flow is None or find_device(model).type != "cpu":
-        return REPAIR_EXAMPLES
-    affordable = int(REPAIR_MACS / max(compute_whole_cost(flow).macs, 1))
-    return max(LEAST_REPAIR_EXAMPLES, min(REPAIR_EXAMPLES, affordable))
+def count_macs(saliency: Saliency) -> int:
+    """Return the MACs of the original for one input; 0 where they are not known."""
+    flow = saliency.structures.flow
+    return 0 if flow is None else compute_whole_cost(flow).macs
+
+
+def _find_common_seed(generator: torch.Generator | None, how: Repair | None) -> int | None:
+    """Return the seed by which scoring and repair both draw; None if each draws by its own."""
+    seed = 0 if generator is None else generator.initial_seed()
+    if generator is not None:
+        unused = generator.device.type == "cpu" and torch.equal(
+            generator.get_state(), torch.Generator().manual_seed(seed).get_state()
+        )
+        seed = seed if unused else -1
+    return None if seed < 0 or (how is not None and how.seed not in (0, seed)) else seed
 
 
 def _budget_of_round(

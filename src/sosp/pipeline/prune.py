@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -10,6 +9,8 @@ from torch import nn
 from sosp.core.loss_names import AUTO, LossLike
 from sosp.graph.structures import Exclude
 from sosp.pipeline.cut import PruningCall
+from sosp.pipeline.held_out import Metric
+from sosp.pipeline.largest_cut import prune_to_budget
 from sosp.pipeline.pruned import Pruned
 from sosp.refit.repair_options import Repair
 from sosp.scoring.scoring_options import Scoring
@@ -24,7 +25,7 @@ def prune(
     params: float | None = None,
     macs: float | None = None,
     max_drop: float | None = None,
-    metric: Callable[[nn.Module], float] | None = None,
+    metric: Metric | None = None,
     method: str | None = None,
     loss: LossLike = AUTO,
     exclude: Exclude = (),
@@ -65,9 +66,10 @@ def prune(
         The pruned network, with the mask, the saliency, the cost before and after, and what was measured.
 
     Raises:
-        ArgumentError: An argument has an invalid value, or the budget cannot be met.
+        ArgumentError: An argument has an invalid value.
+        BudgetError: The budget cannot be met, or no cut keeps the quality that ``max_drop`` asks for.
         StructureError: The network has nothing that can be removed.
         DataError: The data is empty or cannot be read as examples.
     """
     call = PruningCall.open(model, data, method, loss, exclude, scoring, selection, repair, preset)
-    return call.prune(ratio=ratio, params=params, macs=macs)
+    return prune_to_budget(call, ratio=ratio, params=params, macs=macs, max_drop=max_drop, metric=metric)

@@ -155,9 +155,9 @@ class PairSource:
         batching = Batching(apply_limit(len(self), limit), batch, rank, ranks)
         return (self._rows(torch.tensor(batching.rank_rows(k), dtype=torch.int64)) for k in range(len(batching)))
 
-    def subset(self, count: int, seed: int) -> PairSource:
+    def subset(self, count: int, seed: int, *, start: int = 0) -> PairSource:
         """Return a source of ``count`` examples drawn at random."""
-        return PairSource(*self._rows(draw_rows(len(self), count, seed)))
+        return PairSource(*self._rows(draw_rows(len(self), count, seed, start)))
 
     def _rows(self, index: Tensor) -> tuple[Any, Tensor]:
         return select_rows(self.inputs, index, len(self)), self.labels[index.to(self.labels.device)]
@@ -175,9 +175,9 @@ class DatasetSource(PairSource):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def subset(self, count: int, seed: int) -> DatasetSource:
+    def subset(self, count: int, seed: int, *, start: int = 0) -> DatasetSource:
         """Return a source of ``count`` examples drawn at random."""
-        return DatasetSource(self.batches, [self.numbers[i] for i in draw_rows(len(self), count, seed).tolist()])
+        return DatasetSource(self.batches, [self.numbers[i] for i in draw_rows(len(self), count, seed, start).tolist()])
 
     def _rows(self, index: Tensor) -> tuple[Any, Tensor]:
         numbers = [self.numbers[i] for i in index.tolist()]

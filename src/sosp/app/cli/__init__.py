@@ -29,6 +29,10 @@ COMMANDS = {
         "run_commands.compare",
         "Prune one network with several methods and ratios, and compare the results. --epochs adds fine-tuning.",
     ),
+    "tradeoff": (
+        "tradeoff_command.tradeoff",
+        "Prune one network to several budgets, and compare quality, MACs and latency: a table and a page.",
+    ),
     "expand": (
         "width_commands.expand",
         "Widen the narrowest blocks, retrain and prune. Compare with the original and a uniformly wider network.",

@@ -86,7 +86,8 @@ def _end(facts: Facts) -> str:
     accuracy, macs = format_share(facts.get("top1")), format_large_number(facts["macs"])
     found = f"{accuracy} on the test data, {facts['params']:,} parameters, {macs} MACs"
     if "removed" in facts:
-        return f"{facts['removed']:,} of {facts['structures']:,} structures removed: {found}"
+        how = "".join(f"\n{words}" for key in ("settings", "search") if (words := facts.get(key)))
+        return f"{facts['removed']:,} of {facts['structures']:,} structures removed: {found}{how}"
     return f"{facts['stage']}: {found}, {format_duration(facts['seconds'])}"
 
 

@@ -13,7 +13,7 @@ from sosp.errors import ArgumentError, RunError
 
 if TYPE_CHECKING:
     from sosp.app.demo import DemoRow
-    from sosp.selection.tradeoff_points import TradeoffPoint
+    from sosp.pipeline.tradeoff import TradeoffPoint
 
 MARK = '<meta name="generator" content="sosp">'  # of a file that is ours to replace
 

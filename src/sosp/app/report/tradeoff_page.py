@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 from sosp.app.report.page import create_environment
 from sosp.app.report.section import FormattedNumber, ReportTable, TableCell, make_share_cell
 from sosp.app.report.theme import KEPT, SMALL, Plot, create_figure, render_svg, use_plot_settings
-from sosp.selection.tradeoff_points import TradeoffPoint
+from sosp.pipeline.tradeoff import TradeoffPoint
 
 Place = tuple[float, float]  # of a point in its figure: shares from the left and from the top
 WORTH = 0.01  # the point shown first is the smallest network that loses at most this much quality

@@ -248,6 +248,8 @@ def check_job(job: RunJob) -> None:
 
 def _refuse_choice(structures: Structures, section: PruningSection) -> None:
     """A budget, a cap or shares that no scores could meet."""
+    if section.max_drop is not None:
+        return
     anything = torch.arange(float(len(structures)))
     method = section.method or "sosp-h"
     saliency = Saliency(structures, method, None, values=anything, scope=METHODS[method].scope)

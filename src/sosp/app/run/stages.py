@@ -22,6 +22,7 @@ from sosp.data import Source
 from sosp.graph.latency import latency
 from sosp.graph.mask import Mask
 from sosp.graph.plan import Cost, count
+from sosp.pipeline.largest_cut import prune_to_budget
 from sosp.pipeline.train import train
 from sosp.refit import Repaired
 from sosp.selection.saved_saliency import save_saliency
@@ -88,8 +89,8 @@ def run_pruning(stage: str, job: RunJob, stand: StageInput, run: RunFolder, watc
     assert section is not None
     watch.event("begin", {"stage": stage, "method": section.method or "default", "budget": section.budget})
     model = recalibrate_untrained(stand.model, job.dataset.train, job.config.run.seed)
-    call = open_pruning(job, model)
-    found = call.prune(**section.budget)
+    budget: dict[str, Any] = section.budget
+    found = prune_to_budget(open_pruning(job, model), **budget)
     small = found.model
     if section.recalibrate:
         small = recalibrate(small, job.dataset.train, seed=job.config.run.seed)
@@ -102,7 +103,9 @@ def run_pruning(stage: str, job: RunJob, stand: StageInput, run: RunFolder, watc
     _keep(run, stage, small, found.mask)
     return {
         **({} if found.repaired is None else {"repair": summarize_repair(found.repaired)}),
+        **({} if found.search is None else {"search": str(found.search)}),
         "method": found.saliency.method,
+        "settings": found.settings,
         "structures": found.mask.structures,
         "removed": found.mask.chosen,
         "scoring_seconds": found.seconds["scoring"],
