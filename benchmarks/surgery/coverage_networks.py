@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,7 +59,8 @@ def import_packages() -> None:
         "transformers.models.auto.modeling_auto",
     ):
         importlib.import_module(module)
-    importlib.import_module("diffusers").UNet2DModel  # noqa: B018  # loads what the others need
+    with suppress(ModuleNotFoundError):  # its networks are then broken, by that name
+        importlib.import_module("diffusers").UNet2DModel  # noqa: B018  # loads what the others need
 
 
 def declare_torchvision_ops() -> None:

@@ -298,9 +298,9 @@ def test_out_of_memory_says_which_batch_would_fit(here: Path) -> None:
             "[train]\nepochs=2\n[compare]\nmethods=['random']",
             "a comparison cannot use distillation or a section [train]",
         ),
-        ("[prune]\ncap=0.5\nkind='blocks'\n[compare]\nmethods=['random']", "from [prune]: leave out cap, kind"),
+        ("[prune]\ncap=0.5\nkind='blocks'\n[compare]\nmethods=['random']", "from [prune]: leave out kind, cap"),
         ("[prune]\nratio=0.3\n[expand]\n", "from [prune]: leave out ratio"),
-        ("[train]\nepochs=2\n[prune]\nmacs=1.5", "macs=1.5 must be the share to keep"),
+        ("[train]\nepochs=2\n[prune]\nmacs=1.5", "macs=1.5 must be the share of the MACs to keep"),
         ("[train]\nepochs=2\n[prune]\nmacs=0.5\nratios={conv1=0.3}", "give one of them"),
         ("[train]\nepochs=2\n[prune]\nratios={'layer9.*'=0.3}", "layer9"),
         ("[train]\nepochs=2\n[prune]\nratio=0.9\ncap=0.2", "cap=0.2"),
@@ -322,7 +322,7 @@ def test_an_objective_for_a_ranking_is_refused(objective: str) -> None:
 
 
 def test_a_budget_that_would_cut_the_network_in_two() -> None:
-    words = ("prune", NET, *DIGITS, "--width", "0.25", "--macs", "0.01", "--examples", "50")
+    words = ("prune", NET, *DIGITS, "--width", "0.25", "--macs", "0.01", "--examples", "50", "--preset", "paper")
     message = refusal(*words, begun=True)
     assert message.startswith("macs=0.01 takes every channel of ")
     assert "Raise macs, bound the share" in message

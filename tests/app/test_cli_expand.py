@@ -168,7 +168,7 @@ def trained(here: Path) -> Path:
 
 
 def test_the_bottlenecks_of_a_run(trained: Path, here: Path) -> None:
-    call("prune", "trained", "--ratio", "0.5", "--examples", "60", "--no-curve", "--out", "pruned")
+    call("prune", "trained", "--ratio", "0.5", "--examples", "60", "--no-curve", "--preset", "paper", "--out", "pruned")
     assert (here / "pruned" / SALIENCY).is_file()
     (kept,) = lines("bottlenecks", "pruned", "--subsamples", "0")
     assert [b["name"] for b in kept["blocks"]] == ["layer1", "layer2", "layer3"]

@@ -126,7 +126,7 @@ def test_a_pruning(trained: Path, pruned: Path) -> None:
     saved = inspect(pruned / "small.safetensors")
     assert saved.mask is not None
     assert (saved.mask.chosen, saved.mask.structures) == (facts["removed"], facts["structures"])
-    assert facts["removed"] == round(0.5 * facts["structures"])
+    assert facts["removed"] >= round(0.5 * facts["structures"])
     assert not any("downsample" in name or name == "conv1" for name in saved.mask.removed)
     x = torch.zeros(2, 1, 8, 8)
     small = sosp.load(pruned / "small.safetensors", original())
@@ -143,11 +143,12 @@ def test_a_pruning(trained: Path, pruned: Path) -> None:
 
 def test_pruning_is_what_the_library_does(trained: Path, pruned: Path) -> None:
     model, data = sosp.load(trained / "model.safetensors", original()), sosp.data.digits()
-    x, _ = next(iter(data.train.ordered(batch=8, limit=8)))
     keep = ["conv1", *sosp.downsampling(model)]
-    structures = sosp.find_structures(model, x, groups="coupled", exclude=keep)
-    saliency = sosp.score(model, data.train.subset(50, seed=3).ordered(batch=250), structures=structures)
-    assert inspect(pruned / "small.safetensors").mask == sosp.select(saliency, ratio=0.5)
+    scoring = sosp.Scoring(examples=50, generator=torch.Generator().manual_seed(3))
+    found = sosp.prune(model, data, exclude=keep, scoring=scoring, selection=sosp.Selection(groups="coupled"))
+    assert inspect(pruned / "small.safetensors").mask == found.mask
+    small = sosp.load(pruned / "small.safetensors", original())
+    assert all(torch.equal(t, small.state_dict()[n]) for n, t in found.model.state_dict().items())
 
 
 def test_fine_tuning_with_a_teacher(trained: Path, pruned: Path) -> None:
@@ -195,7 +196,7 @@ def test_everything_in_one_run(whole: Path) -> None:
     assert result["finetune"]["params"] == result["prune"]["params"]
     assert events(whole)[::2] == [("begin", "train"), ("end", "train"), ("end", "prune"), ("epoch", "finetune")]
     table = call("run", whole).stdout
-    assert all(name in table for name in ("trained", "pruned by sosp-h", "fine-tuned", "tuned.safetensors"))
+    assert all(name in table for name in ("trained", "pruned by sosp-i", "fine-tuned", "tuned.safetensors"))
     (facts,) = lines("eval", whole)
     assert facts["top1"] == result["finetune"]["top1"]
 
@@ -324,7 +325,7 @@ def test_a_dry_run_says_what_it_would_cost_and_writes_nothing(whole: Path, tmp_p
     assert plan["train"]["steps"] == 6
     assert plan["train"]["macs"] == 3 * plan["network"]["macs"] * 1297
     assert plan["train"]["seconds"] > 0
-    assert plan["prune"] == {"method": "sosp-h", "structures": 56, "budget": {"macs": 0.6}, "examples": 1000}
+    assert plan["prune"] == {"method": "sosp-i", "structures": 56, "budget": {"macs": 0.6}, "examples": 256}
     words = call("run", whole.parent / "c.toml", "--out", folder, "--dry-run").stdout
     assert "train: 1 epochs of 1,297 images in batches of 256, 6 steps" in words
     assert f"Run {folder} would be created. Nothing was done." in words

@@ -252,12 +252,12 @@ class PruningSection(Scoring, Selection, BudgetSection):
         how = Repair(examples=self.repair_examples, sweeps=self.sweeps, rounds=self.rounds)
         return self.repair if self.repair is False or (self.repair is None and how == Repair()) else how
 
-    def settle(self) -> PruningSection:
+    def settle(self, groups: str | None = "independent") -> PruningSection:
         """Return the section with definite values, which comparisons, expansions and bottlenecks take."""
         return replace(
             self,
             method=self.method or "sosp-h",
-            groups=self.groups or "independent",
+            groups=self.groups or groups,
             gate=self.gate or "features",
             examples=LABELLED_EXAMPLES if self.examples == "auto" else self.examples,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import floor
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from sosp.core.batches import Chunk, is_source, iterate_chunks
 from sosp.core.borrowed_model import check_network, find_device
 from sosp.core.loss_names import AUTO, LossLike, name_loss
 from sosp.core.opened_data import count_expected_examples, has_two_parts, open_data_once
-from sosp.errors import ArgumentError, StructureError, check_choice, check_whole_number
+from sosp.errors import ArgumentError, check_choice, check_whole_number
 from sosp.graph.flow import follow_channels
 from sosp.graph.plan import compute_whole_cost, plan_removal
 from sosp.graph.records import Saliency, Structures
@@ -82,7 +82,7 @@ class PruningCall:
             check_choice("method", method, METHODS)
         paper = preset == "paper"
         scoring = _complete(scoring or Scoring(), PAPER_SCORING if paper else Scoring(gate="features"))
-        selection = _complete(selection or Selection(), PAPER_SELECTION if paper else Selection())
+        selection = complete_selection(selection or Selection(), preset)
         if isinstance(repairing, Repair):
             check_whole_number("rounds", repairing.rounds)
         test = getattr(data, "test", None)
@@ -99,32 +99,12 @@ class PruningCall:
     @property
     def ways(self) -> Sequence[Any]:
         """Return the groups to try: the next where no channel, or too few, can be removed as a whole."""
-        return ("coupled", "independent") if self.selection.groups is None else (self.selection.groups,)
-
-    def find_structures(self, network: nn.Module, groups: Any) -> Structures:
-        """Find what may be removed from a network."""
-        return find_structures(
-            network,
-            self.head.inputs,
-            kind=self.selection.kind,
-            groups=groups if self.selection.kind == "filters" else "independent",
-            exclude=sorted(self.keep & dict(network.named_modules()).keys()),
-            gate=self.scoring.gate or "features",
-        )
-
-    def find_first_structures(self, network: nn.Module) -> Structures:
-        """Find what may be removed in the first way that finds anything."""
-        for groups in self.ways:
-            try:
-                return self.find_structures(network, groups)
-            except StructureError:
-                if groups is self.ways[-1]:
-                    raise
-        raise AssertionError
+        return list_ways(self.selection)
 
     def score(self, network: nn.Module, groups: Any) -> Saliency:
         """Find what may be removed from a network, and score it."""
-        structures = self.find_structures(network, groups)
+        keep = self.keep & dict(network.named_modules()).keys()
+        structures = find_removable(network, self.head.inputs, self.selection, groups, keep, self.scoring.gate)
         how = choose_scoring(structures, self)
         if self.state is not None and self.scoring.generator is not None:
             self.scoring.generator.set_state(self.state)
@@ -232,15 +212,33 @@ def _complete(given: T, preset: T) -> T:
     return replace(given, **{k: getattr(preset, k) for k, v in values.items() if v == getattr(usual, k)})
 
 
+def complete_selection(selection: Selection, preset: str) -> Selection:
+    """Return the options of a selection with the values of a preset."""
+    return _complete(selection, PAPER_SELECTION) if preset == "paper" else selection
+
+
+def list_ways(selection: Selection) -> Sequence[Any]:
+    """Return the groups to try, one after the other."""
+    return ("coupled", "independent") if selection.groups is None else (selection.groups,)
+
+
+def find_removable(
+    network: nn.Module, example: Any, selection: Selection, groups: Any, keep: Iterable[str], gate: str | None
+) -> Structures:
+    """Find what may be removed from a network."""
+    groups = groups if selection.kind == "filters" else "independent"
+    return find_structures(
+        network, example, kind=selection.kind, groups=groups, exclude=sorted(keep), gate=gate or "features"
+    )
+
+
 def choose_scoring(structures: Structures, call: PruningCall) -> dict[str, Any]:
     """Return the options of ``score``: the method that the network's size allows, its targets and examples."""
     how, head = call.scoring, call.head
     affordable = structures.outputs > 0 and len(structures) <= MOST_PAIRED and head.divisible
-    named = call.method in METHODS
     labels = how.targets == "labels" or (call.loss != AUTO and name_loss(call.loss) is None)
-    labels = labels or (how.targets == "auto" and named and not METHODS[str(call.method)].own)
     method = call.method or ("sosp-i" if affordable and not labels and not call.paper else "sosp-h")
-    labels = labels or (how.targets == "auto" and method == "sosp-h" and head.targets is not None)
+    labels = labels or choose_targets(method, how.targets, head.targets is not None) == "labels"
     examples = how.examples
     if isinstance(examples, str):
         check_choice("examples", examples, ("auto",))
@@ -255,6 +253,13 @@ def choose_scoring(structures: Structures, call: PruningCall) -> dict[str, Any]:
         "objective": how.objective,
         "generator": how.generator,
     }
+
+
+def choose_targets(method: str, targets: str, labelled: bool) -> str:
+    """Return what to score against: own outputs where the method allows it; SOSP-H gains nothing from them."""
+    if targets != "auto":
+        return targets
+    return "own" if METHODS[method].own and not (method == "sosp-h" and labelled) else "labels"
 
 
 def count_macs(saliency: Saliency) -> int:

@@ -60,20 +60,20 @@ def _suggest_pruning(facts: RunFacts) -> tuple[str, str] | None:
     state = list_states(s.means for s in mine)[0]
     best = max(mine, key=lambda s: s.means.get(state, 0.0))
     words = ["sosp", "prune", *_list_arguments(facts.record.config, best.method), "--method", best.method]
-    words += ["--ratio", f"{best.ratio:g}", *(["--repair"] if state == "repaired" else [])]
+    words += ["--rule", "saliency", "--ratio", f"{best.ratio:g}", "--repair" if state == "repaired" else "--no-repair"]
     return f"Prune by {best.method}, which kept the most accuracy at {best.ratio:g}", shlex.join(words)
 
 
 def _list_arguments(config: Config, method: str) -> list[str]:
     """The model, the data and the choices that a method was compared with, as words of a command."""
-    how, usual = config.prune or PruningSection(), PruningSection()
+    how, usual = (config.prune or PruningSection()).settle(), PruningSection().settle()
     groups = ComparisonPlan((method,), (0.5,), groups=how.groups).groups_for(method)
     flags = {
         "--weights": config.model.weights,
         "--width": _width(config.model.width),
         "--data": config.data.name,
         "--data-dir": config.data.folder,
-        "--groups": groups if groups != usual.groups else None,
+        "--groups": groups,
         "--gate": how.gate if how.gate != usual.gate else None,
         "--examples": str(how.examples) if how.examples != usual.examples else None,
     }

@@ -15,6 +15,7 @@ from sosp.app.run.job import RunJob, find_job_structures, prepare_job
 from sosp.errors import ArgumentError, RunError
 from sosp.graph.records import Saliency, Structures
 from sosp.nets.by_name import parse_network_name
+from sosp.pipeline.cut import choose_targets
 from sosp.scoring.score import check_structures, score
 from sosp.selection.saved_saliency import SavedSaliency
 from sosp.studies.bottlenecks.bottleneck_detection import bottlenecks
@@ -25,7 +26,7 @@ from sosp.training.initial_statistics import recalibrate_untrained
 def prepare_bottleneck_job(config: Config, *, data: bool) -> RunJob:
     """As ``prepare``; without the data where nothing is scored, so that it need not be there any more."""
     job = prepare_job(replace(config, prune=None, data=config.data if data else DataSection()))
-    return replace(job, config=replace(job.config, prune=(config.prune or PruningSection()).settle()))
+    return replace(job, config=replace(job.config, prune=(config.prune or PruningSection()).settle(groups=None)))
 
 
 def find_run_bottlenecks(
@@ -42,6 +43,7 @@ def find_run_bottlenecks(
     structures = find_job_structures(job, job.start)
     if kept is not None and list(kept.layers) != [layer.name for layer in structures.layers]:
         raise RunError("the saliency that the run saved does not match its network: their layers differ.")
+    section = replace(section, method=section.method if kept is None else kept.method)
     check_structures(job.start, structures, section.method or "sosp-h")
     parts = split_examples(job, section, subsamples + (kept is None)) if subsamples or kept is None else []
     model = recalibrate_untrained(job.start, job.dataset.train, job.config.run.seed) if parts else job.start
@@ -80,6 +82,7 @@ def _scored(job: RunJob, model: nn.Module, structures: Structures, section: Prun
         structures=structures,
         examples=None,
         generator=torch.Generator().manual_seed(job.config.run.seed),
+        targets=choose_targets(section.method or "sosp-h", section.targets, labelled=True),
         objective=section.objective,
         classes=section.samples,
     )

@@ -19,12 +19,12 @@ from sosp.core.outputs import find_logits
 from sosp.core.user_errors import convert_user_errors
 from sosp.data import Dataset
 from sosp.data import load as load_data
-from sosp.errors import ArgumentError, CheckpointError, DataError, DisconnectedError
+from sosp.errors import ArgumentError, CheckpointError, DataError, DisconnectedError, StructureError
 from sosp.graph.mask import Mask
 from sosp.graph.records import Saliency, Structures
 from sosp.graph.structures import downsampling, find_excluded_names
 from sosp.nets import by_name
-from sosp.pipeline.cut import PruningCall
+from sosp.pipeline.cut import PruningCall, complete_selection, find_removable, list_ways
 from sosp.scoring.methods import METHODS
 from sosp.scoring.score import check_structures
 from sosp.selection.select import select_and_plan
@@ -257,6 +257,11 @@ def _refuse_choice(structures: Structures, section: PruningSection) -> None:
         select_and_plan(saliency, section.selection, **section.budget)
 
 
+def list_kept_layers(section: PruningSection, model: nn.Module) -> list[str]:
+    """What the section [prune] excludes."""
+    return [*(section.exclude or ()), *(() if section.downsampling else downsampling(model))]
+
+
 def open_pruning(job: RunJob, model: nn.Module) -> PruningCall:
     """The call of ``sosp.prune`` that the section [prune] describes."""
     section = job.config.prune
@@ -265,7 +270,7 @@ def open_pruning(job: RunJob, model: nn.Module) -> PruningCall:
         model,
         job.dataset,
         method=section.method,
-        exclude=[*(section.exclude or ()), *(() if section.downsampling else downsampling(model))],
+        exclude=list_kept_layers(section, model),
         scoring=replace(section.scoring, generator=torch.Generator().manual_seed(job.config.run.seed)),
         selection=section.selection,
         repairing=section.repairing,
@@ -275,7 +280,16 @@ def open_pruning(job: RunJob, model: nn.Module) -> PruningCall:
 
 def find_job_structures(job: RunJob, model: nn.Module) -> Structures:
     """What may be removed, by the section [prune]."""
-    return open_pruning(job, model).find_first_structures(model)
+    section = job.config.prune
+    assert section is not None
+    selection = complete_selection(section.selection, section.preset)
+    gate = "weights" if section.preset == "paper" and section.gate is None else section.gate
+    keep = find_excluded_names(model, list_kept_layers(section, model), parameters=False)
+    ways = list_ways(selection)
+    for groups in ways:
+        with suppress(StructureError) if groups is not ways[-1] else nullcontext():
+            return find_removable(model, job.example, selection, groups, keep, gate)
+    raise AssertionError
 
 
 def load_teacher(job: RunJob, stage: str, before: nn.Module | None) -> nn.Module | None:

@@ -22,6 +22,7 @@ from sosp.data import Source
 from sosp.graph.latency import latency
 from sosp.graph.mask import Mask
 from sosp.graph.plan import Cost, count
+from sosp.pipeline.cut import LABELLED_EXAMPLES
 from sosp.pipeline.largest_cut import prune_to_budget
 from sosp.pipeline.train import train
 from sosp.refit import Repaired
@@ -95,7 +96,9 @@ def run_pruning(stage: str, job: RunJob, stand: StageInput, run: RunFolder, watc
     if section.recalibrate:
         small = recalibrate(small, job.dataset.train, seed=job.config.run.seed)
     times = latency({"before": stand.model, "after": small}, job.example)
-    inside = collect_details(model, found, section, take_scoring_examples(job, found.saliency.examples))
+    inside = collect_details(
+        model, found, section, take_scoring_examples(job, found.saliency.examples or LABELLED_EXAMPLES)
+    )
     if run.writes:
         save_saliency(run.folder / SALIENCY, found.saliency, found.mask)
         narrow = find_saved_bottlenecks(job, run.folder / SALIENCY, found.saliency.structures)
