@@ -316,7 +316,9 @@ def write_page(records: list[Record]) -> str:
     reasons = [
         f"- {len(where)} × {text.replace('|', '/')} ({', '.join(where[:3])})" for text, where in group_reasons(records)
     ]
-    head = ["# Coverage", "", INTRODUCTION, "", f"Versions: {format_versions()}.", ""]
+    missing = len(networks.names()) - len(records)
+    said = f"{len(records)} networks are measured. {missing} more of the list were not run, or took too long."
+    head = ["# Coverage", "", INTRODUCTION, "", f"Versions: {format_versions()}. {said}", ""]
     return "\n".join([*head, *lines, "", "## Reasons", "", *reasons, "", "## Networks", "", *rows, ""])
 
 
