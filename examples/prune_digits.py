@@ -1,4 +1,4 @@
-"""Train a small network on digits, remove half of its MACs, fine-tune what is left, save it and load it again.
+"""Train a small network on digits, remove half of its MACs, fine-tune, save it and load it again.
 
 python examples/prune_digits.py          some ten seconds on one CPU core; downloads nothing
 """
@@ -17,14 +17,11 @@ def main(folder: Path) -> None:
     data = sosp.data.digits()  # 1297 images for training, 500 for the test
     model = sosp.train(sosp.nets.digits_resnet(), data, sosp.Schedule(epochs=4, batch=64, rate=0.05)).model
 
-    # Score 1000 examples by SOSP-H, remove whole channels of streams until half of the MACs are left.
-    examples = data.train.subset(1000, seed=0).ordered(batch=250)
-    pruned = sosp.prune(
-        model, examples, macs=0.5, exclude=sosp.downsampling(model), selection=sosp.Selection(groups="coupled")
-    )
+    # Remove channels until half of the MACs are left, and fit the remaining weights to the original. No labels are needed.
+    pruned = sosp.prune(model, data, macs=0.5)
     print(pruned, pruned.mask, sep="\n")
 
-    small = sosp.recalibrate(pruned.model, data.train)  # batch norm statistics anew: no training yet
+    small = pruned.model  # not trained yet
     tuned = sosp.train(small, data, "finetune-digits").model
 
     sosp.save(folder / "small.safetensors", tuned, pruned.mask)
