@@ -17,7 +17,7 @@ def main(folder: Path) -> None:
     data = sosp.data.digits()  # 1297 images for training, 500 for the test
     model = sosp.train(sosp.nets.digits_resnet(), data, sosp.Schedule(epochs=4, batch=64, rate=0.05)).model
 
-    # Remove channels until half of the MACs are left, and fit the remaining weights to the original. No labels are needed.
+    # Keep half of the MACs, and fit the remaining weights to the original. No labels are needed.
     pruned = sosp.prune(model, data, macs=0.5)
     print(pruned, pruned.mask, sep="\n")
 
