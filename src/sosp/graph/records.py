@@ -42,7 +42,8 @@ class Structures:
     footprint: int = 0  # bytes of activations per example, for choosing how many run at once
     flow: Flow | None = None  # how the channels flow, for exact counts; None where that is not known
     outputs: int = 0  # numbers per example in the network's output; 0 where that is not known
-    branches: tuple[tuple[str, ...], ...] = ()  # the layers in which each branch ends that something goes around
+    # Of whole channels of streams: the layers in which each branch ends that something goes around.
+    branches: tuple[tuple[str, ...], ...] | None = None
     count: int = field(init=False)
     plain: bool = field(init=False)  # one structure per channel, numbered in order
 

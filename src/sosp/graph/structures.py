@@ -79,10 +79,11 @@ def find_structures(
         ids = _coupled_ids(layers, flow)
     else:
         ids = _group_ids(layers, [] if isinstance(groups, str) else groups)
-    whole = groups == "coupled"  # in a branch that is pruned by itself, the last layer has structures of its own
+    branches = None  # in a branch that is pruned by itself, the last layer has structures of its own
+    if groups == "coupled":
+        branches = tuple(b for b in seen.branches if all(n in layers for n in b))
     return Structures(
-        *("filters", gate, tuple(layers.values()), ids, seen.wiring, seen.footprint, flow, seen.outputs),
-        branches=tuple(b for b in seen.branches if whole and all(n in layers for n in b)),
+        *("filters", gate, tuple(layers.values()), ids, seen.wiring, seen.footprint, flow, seen.outputs), branches
     )
 
 

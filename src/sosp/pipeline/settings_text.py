@@ -54,6 +54,6 @@ def describe_order(saliency: Saliency, options: Selection, device: str) -> str:
     priced = options.rule == "priced" or (options.rule == "auto" and known and not by_layer and options.scale is None)
     order = "lowest rise of the loss per cost saved first" if priced else "lowest saliency first"
     if step == "auto":
-        usual = STEPS.get(device, STEPS["cpu"]) if priced and structures.branches else 1
+        usual = STEPS.get(device, STEPS["cpu"]) if priced and structures.branches is not None else 1
         return order if usual == 1 else f"{order}, widths in steps of {usual} or, in narrow layers, fewer"
     return order if step == 1 else f"{order}, widths in steps of {step}"

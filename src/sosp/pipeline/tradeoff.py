@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from sosp.core.loss_names import LossLike
+from sosp.core.loss_names import AUTO, LossLike
 from sosp.core.optional_packages import import_package
 from sosp.core.progress import track_progress
 from sosp.errors import ArgumentError, BudgetError, DisconnectedError, is_number
@@ -136,7 +136,7 @@ def tradeoff(
     budgets: Sequence[float] = BUDGETS,
     metric: Metric | None = None,
     method: str | None = None,
-    loss: LossLike = "cross_entropy",
+    loss: LossLike = AUTO,
     exclude: Exclude = (),
     scoring: Scoring | None = None,
     selection: Selection | None = None,

@@ -24,7 +24,7 @@ class EmptiedBranches:
     """The branches of a network that something goes around, and what disappears with one."""
 
     def __init__(self, structures: Structures) -> None:
-        self.wiring, self.branches = structures.wiring, structures.branches
+        self.wiring, self.branches = structures.wiring, structures.branches or ()
         self.ids = {layer.name: ids.numpy() for layer, ids in zip(structures.layers, structures.ids, strict=True)}
 
     def find(self, gone: np.ndarray) -> Emptied | None:

@@ -194,7 +194,7 @@ def select_and_plan(
     budget = Budget(limits, options.style, options.cap) if limits else None
     structures, cap = saliency.structures, options.cap
     if options.rule == "saliency" and structures.branches:  # it removes what it chooses and nothing else
-        structures = replace(structures, branches=())
+        structures = replace(structures, branches=None)
         saliency = replace(saliency, structures=structures)
     if scope == "layer":
         quotas = build_quotas(structures, options.ratios, cap)
@@ -313,7 +313,7 @@ def _order_globally(saliency: Saliency, options: Selection, budget: Budget | Non
     assert structures.flow is not None
     shares = {"macs": 1.0} if budget is None else budget.weigh_costs(compute_whole_cost(structures.flow))
     fast = device.type if device.type in STEPS else "cpu"
-    round_to = options.round_to if options.round_to != "auto" else fast if structures.branches else 1
+    round_to = options.round_to if options.round_to != "auto" else fast if structures.branches is not None else 1
     return [torch.from_numpy(b).to(device) for b in order_by_price(saliency, shares, options.cap, round_to)]
 
 
