@@ -69,7 +69,7 @@ def test_a_run_of_all_stages(whole: Path) -> None:
         assert all(result[stage][key] in found for key in ("top1", "params", "macs", "bytes")), stage
     for point in read(whole / "details.json")["losses"]["points"]:
         assert point["loss"] in found
-    assert "sosp-i removed 42 of 84 structures (50.0%)." in page
+    assert "sosp-i removed 28 of 56 structures (50.0%)." in page
 
 
 def test_a_comparison(compared: Path) -> None:
