@@ -81,8 +81,7 @@ class PruningCall:
         if method is not None:
             check_choice("method", method, METHODS)
         paper = preset == "paper"
-        scoring = _complete(scoring or Scoring(), PAPER_SCORING if paper else Scoring(gate="features"))
-        selection = complete_selection(selection or Selection(), preset)
+        scoring, selection = complete_options(scoring or Scoring(), selection or Selection(), preset)
         if isinstance(repairing, Repair):
             check_whole_number("rounds", repairing.rounds)
         test = getattr(data, "test", None)
@@ -212,9 +211,11 @@ def _complete(given: T, preset: T) -> T:
     return replace(given, **{k: getattr(preset, k) for k, v in values.items() if v == getattr(usual, k)})
 
 
-def complete_selection(selection: Selection, preset: str) -> Selection:
-    """Return the options of a selection with the values of a preset."""
-    return _complete(selection, PAPER_SELECTION) if preset == "paper" else selection
+def complete_options(scoring: Scoring, selection: Selection, preset: str) -> tuple[Scoring, Selection]:
+    """Return the options with the values of a preset."""
+    if preset == "paper":
+        return _complete(scoring, PAPER_SCORING), _complete(selection, PAPER_SELECTION)
+    return _complete(scoring, Scoring(gate="features")), selection
 
 
 def list_ways(selection: Selection) -> Sequence[Any]:

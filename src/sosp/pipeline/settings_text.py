@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sosp.core.borrowed_model import find_device
 from sosp.graph.records import Saliency
 from sosp.scoring.methods import METHODS
 from sosp.selection.priced_order import STEPS
-from sosp.selection.select import Selection
+from sosp.selection.select import Selection, resolve_rule, resolve_step
 
 if TYPE_CHECKING:
     from sosp.pipeline.cut import PruningCall
@@ -22,7 +21,7 @@ def describe_settings(call: PruningCall, found: Pruned, groups: Any) -> str:
     parts = [
         f"scored by {describe_scoring(call, found.saliency)}",
         describe_structures(call.selection, groups),
-        describe_order(found.saliency, call.selection, find_device(call.model).type),
+        describe_order(found.saliency, call.selection),
         "not repaired" if repaired is None else f"repaired on {repaired.examples:,} inputs{rounds}",
     ]
     return "; ".join(filter(None, parts))
@@ -46,14 +45,11 @@ def describe_structures(options: Selection, groups: Any) -> str:
     return f"{groups} {'channels' if groups == 'coupled' else 'filters'}" if isinstance(groups, str) else "given groups"
 
 
-def describe_order(saliency: Saliency, options: Selection, device: str) -> str:
+def describe_order(saliency: Saliency, options: Selection) -> str:
     """Return what was removed first, and the steps of the widths."""
-    structures, step = saliency.structures, options.round_to
-    by_layer = options.ratios is not None or "layer" in (options.scope or saliency.scope, options.scope)
-    known = structures.flow is not None and structures.kind == "filters"
-    priced = options.rule == "priced" or (options.rule == "auto" and known and not by_layer and options.scale is None)
-    order = "lowest rise of the loss per cost saved first" if priced else "lowest saliency first"
-    if step == "auto":
-        usual = STEPS.get(device, STEPS["cpu"]) if priced and structures.branches is not None else 1
-        return order if usual == 1 else f"{order}, widths in steps of {usual} or, in narrow layers, fewer"
+    options = resolve_rule(saliency, options)
+    step = resolve_step(saliency, options)
+    order = f"lowest {'rise of the loss per cost saved' if options.rule == 'priced' else 'saliency'} first"
+    if isinstance(step, str):
+        return f"{order}, widths in steps of {STEPS[step]} or, in narrow layers, fewer"
     return order if step == 1 else f"{order}, widths in steps of {step}"

@@ -58,5 +58,5 @@ def find_removed_channels(structures: Structures, chosen: Tensor) -> dict[str, T
     gone[chosen.cpu().numpy()] = True
     emptied = EmptiedBranches(structures).find(gone)
     widths = {layer.name: layer.channels for layer in structures.layers}
-    whole = {name: torch.arange(widths[name]) for name in (emptied.ends if emptied else ()) if name in widths}
-    return {name: both[name] for both in [found | whole] for name in widths if name in both}
+    found |= {name: torch.arange(widths[name]) for name in (emptied.ends if emptied else ()) if name in widths}
+    return {name: found[name] for name in widths if name in found}

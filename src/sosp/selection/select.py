@@ -189,7 +189,7 @@ def select_and_plan(
 ) -> tuple[Mask, Plan | None]:
     """Return the mask, and the plan to remove it if a budget of the built network had to be met."""
     check_selection(options, ratio, params, macs)
-    options, scope = _resolve_rule(saliency, options), _resolve_scope(saliency, options)
+    options, scope = resolve_rule(saliency, options), _resolve_scope(saliency, options)
     limits = parse_limits(params, macs)
     budget = Budget(limits, options.style, options.cap) if limits else None
     structures, cap = saliency.structures, options.cap
@@ -210,13 +210,12 @@ def select_and_plan(
     return mask, plan
 
 
-def _resolve_rule(saliency: Saliency, options: Selection) -> Selection:
+def resolve_rule(saliency: Saliency, options: Selection) -> Selection:
     """Return the options with the rule and the step of widths that apply."""
     structures = saliency.structures
     known = structures.flow is not None and structures.kind == "filters"
     if options.rule == "auto":  # a method that ranks every layer by itself has no use for a price
-        by_layer = "layer" in (options.scope or saliency.scope, options.scope) or options.ratios is not None
-        priced = known and not by_layer and options.scale is None
+        priced = known and _resolve_scope(saliency, options) == "global" and options.scale is None
         options = replace(options, rule="priced" if priced else "saliency")
     if options.rule == "saliency":
         return replace(options, round_to=options.style.round_to)
@@ -312,9 +311,18 @@ def _order_globally(saliency: Saliency, options: Selection, budget: Budget | Non
         return list(order.split(1)) if len(order) else []
     assert structures.flow is not None
     shares = {"macs": 1.0} if budget is None else budget.weigh_costs(compute_whole_cost(structures.flow))
-    fast = device.type if device.type in STEPS else "cpu"
-    round_to = options.round_to if options.round_to != "auto" else fast if structures.branches is not None else 1
-    return [torch.from_numpy(b).to(device) for b in order_by_price(saliency, shares, options.cap, round_to)]
+    found = order_by_price(saliency, shares, options.cap, resolve_step(saliency, options))
+    return [torch.from_numpy(bundle).to(device) for bundle in found]
+
+
+def resolve_step(saliency: Saliency, options: Selection) -> int | str:
+    """Return the step of the widths: a number, or the kind of device whose steps apply to coupled channels."""
+    if options.round_to != "auto":
+        return options.round_to
+    if options.rule == "saliency" or saliency.structures.branches is None:
+        return 1
+    kind = saliency.scores.device.type
+    return kind if kind in STEPS else "cpu"
 
 
 def _select_by_layer(

@@ -24,7 +24,7 @@ from sosp.graph.mask import Mask
 from sosp.graph.records import Saliency, Structures
 from sosp.graph.structures import downsampling, find_excluded_names
 from sosp.nets import by_name
-from sosp.pipeline.cut import PruningCall, complete_selection, find_removable, list_ways
+from sosp.pipeline.cut import PruningCall, complete_options, find_removable, list_ways
 from sosp.scoring.methods import METHODS
 from sosp.scoring.score import check_structures
 from sosp.selection.select import select_and_plan
@@ -282,13 +282,12 @@ def find_job_structures(job: RunJob, model: nn.Module) -> Structures:
     """What may be removed, by the section [prune]."""
     section = job.config.prune
     assert section is not None
-    selection = complete_selection(section.selection, section.preset)
-    gate = "weights" if section.preset == "paper" and section.gate is None else section.gate
+    scoring, selection = complete_options(section.scoring, section.selection, section.preset)
     keep = find_excluded_names(model, list_kept_layers(section, model), parameters=False)
     ways = list_ways(selection)
     for groups in ways:
         with suppress(StructureError) if groups is not ways[-1] else nullcontext():
-            return find_removable(model, job.example, selection, groups, keep, gate)
+            return find_removable(model, job.example, selection, groups, keep, scoring.gate)
     raise AssertionError
 
 
