@@ -35,7 +35,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time a name is import
     from sosp.scoring.passes import SlowPathWarning
     from sosp.scoring.score import score
     from sosp.scoring.scoring_options import Scoring
-    from sosp.selection.select import Selection, select
+    from sosp.selection.select import select
+    from sosp.selection.selection_options import Selection
     from sosp.studies import paper as experiments
     from sosp.studies.bottlenecks.bottleneck_detection import bottlenecks
     from sosp.studies.bottlenecks.bottleneck_record import Bottlenecks
@@ -61,7 +62,8 @@ else:
             "sosp.scoring.score": "score",
             "sosp.scoring.scoring_options": "Scoring",
             "sosp.scoring.passes": "SlowPathWarning",
-            "sosp.selection.select": "select Selection",
+            "sosp.selection.select": "select",
+            "sosp.selection.selection_options": "Selection",
             "sosp.graph.mask": "Mask masked",
             "sosp.baselines.eigendamage": "eigendamage Eigendamaged",
             "sosp.surgery.shrink": "shrink",

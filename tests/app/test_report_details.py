@@ -26,7 +26,7 @@ from sosp.graph.records import INPUT, OUTPUT
 from sosp.pipeline.cut import select_and_shrink
 from sosp.pipeline.pruned import Pruned
 from sosp.selection.saved_saliency import save_saliency
-from sosp.selection.select import Selection
+from sosp.selection.selection_options import Selection
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import sosp
 from sosp.errors import ArgumentError, DisconnectedError
-from sosp.selection.select import Selection, select_and_plan
+from sosp.selection.select import select_and_plan
+from sosp.selection.selection_options import Selection
 
 
 class Shuffle(nn.Module):

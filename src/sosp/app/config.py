@@ -32,7 +32,8 @@ from sosp.pipeline.largest_cut import check_budgets
 from sosp.refit.repair_options import Repair
 from sosp.scoring.methods import METHODS
 from sosp.scoring.scoring_options import Scoring
-from sosp.selection.select import Selection, check_selection
+from sosp.selection.select import check_selection
+from sosp.selection.selection_options import Selection
 from sosp.studies.compare.comparison_cells import ComparisonPlan
 from sosp.studies.expand.expansion_plan import WHEN, ExpansionPlan
 from sosp.training import SCHEDULES, Schedule, Speed

@@ -25,7 +25,8 @@ from sosp.refit.repair_options import Repair
 from sosp.scoring.methods import METHODS
 from sosp.scoring.score import score
 from sosp.scoring.scoring_options import Scoring
-from sosp.selection.select import Selection, select_and_plan
+from sosp.selection.select import select_and_plan
+from sosp.selection.selection_options import Selection
 from sosp.surgery.shrink import shrink
 
 PRESETS = ("default", "paper")

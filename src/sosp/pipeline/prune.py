@@ -14,7 +14,7 @@ from sosp.pipeline.largest_cut import prune_to_budget
 from sosp.pipeline.pruned import Pruned
 from sosp.refit.repair_options import Repair
 from sosp.scoring.scoring_options import Scoring
-from sosp.selection.select import Selection
+from sosp.selection.selection_options import Selection
 
 
 def prune(

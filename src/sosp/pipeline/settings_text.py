@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from sosp.graph.records import Saliency
 from sosp.scoring.methods import METHODS
 from sosp.selection.priced_order import STEPS
-from sosp.selection.select import Selection, resolve_rule, resolve_step
+from sosp.selection.select import resolve_rule, resolve_step
+from sosp.selection.selection_options import Selection
 
 if TYPE_CHECKING:
     from sosp.pipeline.cut import PruningCall

@@ -24,7 +24,7 @@ from sosp.pipeline.pruned import Pruned
 from sosp.pipeline.scored_call import ScoredCall
 from sosp.refit.repair_options import Repair
 from sosp.scoring.scoring_options import Scoring
-from sosp.selection.select import Selection
+from sosp.selection.selection_options import Selection
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 HEADER = f"{'budget':<10}{'MACs left':>10}{'parameters':>12}{'latency':>12}  quality"

@@ -20,7 +20,8 @@ from sosp.graph.plan import Cost, count
 from sosp.graph.records import Saliency
 from sosp.pipeline.cut import select_and_shrink
 from sosp.pipeline.train import train
-from sosp.selection.select import Selection, select
+from sosp.selection.select import select
+from sosp.selection.selection_options import Selection
 from sosp.studies.bottlenecks.bottleneck_detection import bottlenecks
 from sosp.studies.bottlenecks.bottleneck_record import Bottlenecks
 from sosp.studies.expand.expansion_folder import claim_expansion
